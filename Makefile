@@ -1,0 +1,70 @@
+# Everything below needs only make and a Python >= 3.10 with venv; the rest goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+# More workers than this only take the cores that torch's own threads would have used.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadgroup
+
+PY := $(VENV)/bin/python
+NOTEBOOKS := $(wildcard notebooks/*.py notebooks/*.ipynb)
+# Tests and examples use local folders; an attempt to reach the hub is a mistake and should say so.
+export HF_HUB_OFFLINE = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs notebooks check bench clean
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z]*\):.*##/make \1\t/p' $(MAKEFILE_LIST)
+
+# A stamp is newer than pyproject.toml and constraints.txt once its extras are installed.
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+$(VENV)/.package: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) --editable '.[test]'
+	touch $@ $(VENV)/.package
+
+$(VENV)/.check: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) --editable '.[test,dev,docs,notebooks,plot]'
+	touch $@ $(VENV)/.test $(VENV)/.package
+
+demo: $(VENV)/.package  ## a trained model, its activations and a patch, in one screen
+	$(PY) -m transformer_lens_lite
+
+test: $(VENV)/.test  ## the tests (PYTEST_ARGS="-k cache" for some of them)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.check  ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(VENV)/.check  ## mypy
+	$(PY) -m mypy
+
+docs: $(VENV)/.check  ## the site, into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/site
+
+notebooks: $(VENV)/.check  ## run every notebook from top to bottom
+	@mkdir -p build/notebooks
+	@set -e; for source in $(NOTEBOOKS); do \
+	    echo "running $$source"; \
+	    out="build/notebooks/$$(basename "$${source%.*}").ipynb"; \
+	    $(PY) -m jupytext --quiet --to ipynb --output "$$out" "$$source"; \
+	    $(VENV)/bin/jupyter-execute --kernel_name=python3 --timeout=600 "$$out"; \
+	done
+
+check: lint types docs notebooks  ## all that is not a test
+
+bench: $(VENV)/.test  ## time and memory against plain transformers
+	$(PY) -m benchmarks
+
+clean:  ## everything that was made here, the environment too
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""What every test may rely on: no network, fixed random numbers, threads that fit the machine."""
+
+import os
+
+# Before anything imports transformers: both are read at import time.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+# Workers of pytest-xdist share the cores; each taking all of them is slower than one worker alone.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """A test gives the same result alone, in any order, and on any worker."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    return PROJECT_ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder with trained test models; it is not part of the repository."""
+    folder = Path(os.environ.get("SHARED_DIR") or PROJECT_ROOT.parent / "shared")
+    if not (folder / "models").is_dir():
+        pytest.skip(
+            f"needs trained models in {folder / 'models'}, which is not there; "
+            "set SHARED_DIR to a folder that has models/"
+        )
+    return folder

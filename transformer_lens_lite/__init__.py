@@ -1,0 +1,47 @@
+"""Open language models with every intermediate value named: HookedTransformer, small, exact and fast."""
+
+from transformer_lens_lite.activations import ActivationCache
+from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.hooks import HookPoint, LensHandle
+from transformer_lens_lite.kv_cache import (
+    HookedTransformerKeyValueCache,
+    HookedTransformerKeyValueCacheEntry,
+    KeyValueCache,
+    KeyValueCacheEntry,
+    TransformerLensKeyValueCache,
+    TransformerLensKeyValueCacheEntry,
+)
+from transformer_lens_lite.model import HookedTransformer, Output
+from transformer_lens_lite.root_module import HookedRootModule, UnknownHookError
+from transformer_lens_lite.utils import Slice, get_act_name
+
+__all__ = [
+    "ActivationCache",
+    "HookPoint",
+    "HookedRootModule",
+    "HookedTransformer",
+    "HookedTransformerConfig",
+    "HookedTransformerKeyValueCache",
+    "HookedTransformerKeyValueCacheEntry",
+    "KeyValueCache",
+    "KeyValueCacheEntry",
+    "LensHandle",
+    "Output",
+    "Slice",
+    "TransformerLensKeyValueCache",
+    "TransformerLensKeyValueCacheEntry",
+    "UnknownHookError",
+    "get_act_name",
+]
+
+
+def __getattr__(name: str) -> str:
+    """The version, read when somebody asks: importlib.metadata is slow to search at import time."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("transformer_lens_lite")
+    except PackageNotFoundError:
+        return "0+unknown"

@@ -1,0 +1,309 @@
+"""Multi-head attention (arXiv 1706.03762) with one, several or a single key-value head per group."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from transformer_lens_lite.components.context import ForwardContext, Mask
+from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm
+from transformer_lens_lite.components.storage import (
+    in_matrix,
+    in_projection,
+    matmul_ready,
+    out_matrix,
+    out_projection,
+)
+from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig
+from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.kv_cache import Segment
+
+# what older checkpoints of the classic class carry beside the parameters
+LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+PerHead = Float[Tensor, "batch pos head d_head"]
+HeadsFirst = Float[Tensor, "batch head pos d_head"]
+
+
+class Attention(Component):
+    """Queries, keys, values; who looks at whom; and back into the residual stream.
+
+    Parameters: `W_Q`, `W_K`, `W_V` [head, d_model, d_head] with biases [head, d_head]; `W_O`
+    [head, d_head, d_model] with bias [d_model]; `sinks` [head] when the spec has them.
+
+    Attention is fused until somebody listens to `hook_attn_scores` or `hook_pattern`.
+    """
+
+    prefix = ""  # of the key and value parameters' names
+
+    def __init__(self, cfg: HookedTransformerConfig, spec: AttentionSpec, layer: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.spec = spec
+        self.layer_id = layer
+        n, k, m, h = spec.n_heads, spec.n_kv_heads, spec.d_model, spec.d_head
+        self.W_Q = in_projection(n, m, h)
+        self.W_O = out_projection(n, h, m)
+        self.b_Q = nn.Parameter(torch.zeros(n, h))
+        self.b_O = nn.Parameter(torch.zeros(m))
+        for name in ("K", "V"):
+            setattr(self, f"{self.prefix}W_{name}", in_projection(k, m, h))
+            setattr(self, f"{self.prefix}b_{name}", nn.Parameter(torch.zeros(k, h)))
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.zeros(n))
+
+        self.hook_q = HookPoint()  # [batch, pos, head, d_head]
+        self.hook_k = HookPoint()  # [batch, pos, kv_head, d_head]
+        self.hook_v = HookPoint()  # [batch, pos, kv_head, d_head]
+        self.q_norm = self._qk_norm(n)
+        self.k_norm = self._qk_norm(k)
+        if spec.rotary is not None:
+            self.hook_rot_q = HookPoint()  # [batch, pos, head, d_head]
+            self.hook_rot_k = HookPoint()  # [batch, pos, kv_head, d_head], new positions only
+        self.hook_attn_scores = HookPoint(pos_axis=2)  # [batch, head, pos, key_pos]
+        self.hook_pattern = HookPoint(pos_axis=2)  # [batch, head, pos, key_pos]
+        self.hook_z = HookPoint()  # [batch, pos, head, d_head]
+        self.hook_result = HookPoint(optional=True)  # [batch, pos, head, d_model]
+
+    def _qk_norm(self, n_heads: int) -> Norm | nn.Identity:
+        spec = self.spec.qk_norm
+        if spec is None:
+            return nn.Identity()
+        if self.spec.qk_norm_per_head:
+            return RMSNorm(spec)
+        return FullWidthRMSNorm(spec.widened_to(n_heads * spec.width))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in LEGACY_BUFFERS:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V"):  # assign=True keeps any layout
+            parameter = self._parameters[name]
+            parameter.data = matmul_ready(parameter.data)
+
+    # -- the sentence --
+
+    def forward(
+        self,
+        query_input: Float[Tensor, "batch pos *head d_model"],
+        key_input: Float[Tensor, "batch pos *kv_head d_model"],
+        value_input: Float[Tensor, "batch pos *kv_head d_model"],
+        context: ForwardContext,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """What attention adds to the stream. Inputs have a head axis when they were split by head."""
+        q = self.hook_q(project(query_input, self.W_Q, self.b_Q))
+        k, v = self.keys_and_values(key_input, value_input)
+        k, v = self.hook_k(k), self.hook_v(v)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.spec.clip_qkv is not None:
+            q, k, v = (x.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for x in (q, k, v))
+        if self.spec.rotary is not None:
+            turn = context.turn(self.spec.rotary)
+            q, k = self.hook_rot_q(turn(q)), self.hook_rot_k(turn(k))
+        segments = context.key_values(self.layer_id, k.transpose(1, 2), v.transpose(1, 2))
+        z = self.hook_z(self.attend(q.transpose(1, 2), segments, context.mask(self.spec)))
+        return self.back_to_stream(z)
+
+    def keys_and_values(
+        self,
+        key_input: Float[Tensor, "batch pos *kv_head d_model"],
+        value_input: Float[Tensor, "batch pos *kv_head d_model"],
+    ) -> tuple[PerHead, PerHead]:
+        """Keys and values of the new positions."""
+        return project(key_input, self.W_K, self.b_K), project(value_input, self.W_V, self.b_V)
+
+    def attend(
+        self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask
+    ) -> Float[Tensor, "batch pos head d_head"]:
+        """Weigh the values. Fused, unless the scores are wanted or are not plain."""
+        if self.needs_scores() or len(segments) > 1:
+            z = self.explicit(q, segments, mask)
+        else:
+            z = self.fused(q, *segments[0], mask)
+        return z.transpose(1, 2)
+
+    def needs_scores(self) -> bool:
+        """Whether somebody listens to scores or pattern, or a softcap or a sink acts on them."""
+        return (
+            self.hook_attn_scores.listened
+            or self.hook_pattern.listened
+            or self.spec.softcap is not None
+            or self.spec.sinks
+        )
+
+    def back_to_stream(
+        self, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Join the heads; each head's part separately when `hook_result` is listened to."""
+        if self.hook_result.listened:
+            result = torch.einsum("bpnh,nhm->bpnm", z, self.W_O)
+            return self.hook_result(result).sum(2) + self.b_O
+        return F.linear(z.flatten(2), out_matrix(self.W_O), self.b_O)
+
+    # -- the two ways to weigh --
+
+    def fused(
+        self,
+        q: HeadsFirst,
+        k: Float[Tensor, "batch kv_head key_pos d_head"],
+        v: Float[Tensor, "batch kv_head key_pos d_head"],
+        mask: Mask,
+    ) -> HeadsFirst:
+        """One kernel for scores, softmax and the weighted sum."""
+        bias = None if mask.is_causal else mask.bias
+        if mask.dead is not None and bias is not None:
+            bias = bias.masked_fill(mask.dead, 0.0)  # a row of -inf would be NaN, forward or backward
+        if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # one query: heads are its rows
+            z = F.scaled_dot_product_attention(grouped, k, v, scale=self.spec.scale).view(q.shape)
+        else:
+            z = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                is_causal=mask.is_causal,
+                scale=self.spec.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return z if mask.dead is None else z.masked_fill(mask.dead, 0.0)
+
+    def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> HeadsFirst:
+        """Scores, softmax and weighted sum as three steps, with the hook points between."""
+        q = q * self.spec.scale
+        scores = joined([scores_against(q, keys) for keys, _ in segments])
+        if self.spec.softcap is not None:
+            scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+        if mask.bias is not None:
+            scores += mask.bias
+        scores = self.hook_attn_scores(scores)
+        dead = self.dead_rows(scores, mask)
+        if dead is not None:
+            scores = scores.masked_fill(dead, 0.0)
+        pattern = self.softmax(scores).to(q.dtype)
+        if dead is not None:
+            pattern = pattern.masked_fill(dead, 0.0)
+        pattern = self.hook_pattern(pattern)
+        parts = pattern.split([keys.shape[2] for keys, _ in segments], dim=-1)
+        z = [weighted_sum(part, values) for part, (_, values) in zip(parts, segments, strict=True)]
+        return z[0] if len(z) == 1 else torch.stack(z).sum(0)
+
+    def dead_rows(
+        self, scores: Float[Tensor, "batch head pos key_pos"], mask: Mask
+    ) -> Tensor | None:
+        """Queries that see nothing: padding, or rows a hook on the scores has hidden altogether."""
+        edited = any(not handle.is_listener for handle in self.hook_attn_scores.fwd_hooks)
+        return scores.isneginf().all(-1, keepdim=True) if edited else mask.dead
+
+    def softmax(
+        self, scores: Float[Tensor, "batch head pos key_pos"]
+    ) -> Float[Tensor, "batch head pos key_pos"]:
+        """Over keys, in fp32 at least; with sinks, each head has one more logit that gets weight."""
+        wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+        if not self.spec.sinks:
+            return scores.softmax(-1, dtype=wide)
+        sinks = self.sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores.to(wide), sinks), -1).softmax(-1)[..., :-1]
+
+
+class GroupedQueryAttention(Attention):
+    """Attention whose key and value heads serve several query heads each (arXiv 2305.13245).
+
+    The parameters are `_W_K`, `_W_V` [kv_head, d_model, d_head] and `_b_K`, `_b_V`; `W_K` and the others
+    repeat each of them for its query heads, as fresh tensors.
+    """
+
+    prefix = "_"
+
+    @property
+    def W_K(self) -> Float[Tensor, "head d_model d_head"]:
+        return self._per_query_head(self._W_K)
+
+    @property
+    def W_V(self) -> Float[Tensor, "head d_model d_head"]:
+        return self._per_query_head(self._W_V)
+
+    @property
+    def b_K(self) -> Float[Tensor, "head d_head"]:
+        return self._per_query_head(self._b_K)
+
+    @property
+    def b_V(self) -> Float[Tensor, "head d_head"]:
+        return self._per_query_head(self._b_V)
+
+    def _per_query_head(self, weight: Float[Tensor, "kv_head *rest"]) -> Float[Tensor, "head *rest"]:
+        return weight.repeat_interleave(self.spec.n_heads // self.spec.n_kv_heads, dim=0)
+
+    def keys_and_values(
+        self,
+        key_input: Float[Tensor, "batch pos *kv_head d_model"],
+        value_input: Float[Tensor, "batch pos *kv_head d_model"],
+    ) -> tuple[PerHead, PerHead]:
+        if self.cfg.ungroup_grouped_query_attention:
+            return super().keys_and_values(key_input, value_input)
+        k = project(key_input, self._W_K, self._b_K)
+        return k, project(value_input, self._W_V, self._b_V)
+
+
+def build_attention(cfg: HookedTransformerConfig, spec: AttentionSpec, layer: int) -> Attention:
+    """Grouped or not, as the spec says."""
+    kind = GroupedQueryAttention if spec.grouped else Attention
+    return kind(cfg, spec, layer)
+
+
+def project(
+    x: Float[Tensor, "batch pos *head d_model"],
+    weight: Float[Tensor, "head d_model d_head"],
+    bias: Float[Tensor, "head d_head"],
+) -> Float[Tensor, "batch pos head d_head"]:
+    """x onto every head; when x has a head axis, each head reads its own."""
+    if x.ndim == 4:
+        return torch.einsum("bpnm,nmh->bpnh", x, weight) + bias
+    n_heads, d_head = bias.shape
+    return F.linear(x, in_matrix(weight), bias.flatten()).view(*x.shape[:2], n_heads, d_head)
+
+
+def scores_against(
+    q: HeadsFirst, keys: Float[Tensor, "row kv_head key_pos d_head"]
+) -> Float[Tensor, "batch head pos key_pos"]:
+    """q·k. Keys of one row serve a batch as one product, without being expanded."""
+    batch, heads, pos, _ = q.shape
+    product = grouped_rows(q, keys) @ keys.transpose(-1, -2)
+    return ungrouped(product, batch, heads, pos)
+
+
+def weighted_sum(
+    pattern: Float[Tensor, "batch head pos key_pos"],
+    values: Float[Tensor, "row kv_head key_pos d_head"],
+) -> HeadsFirst:
+    """The values each query looks at, summed by its pattern."""
+    batch, heads, pos, _ = pattern.shape
+    return ungrouped(grouped_rows(pattern, values) @ values, batch, heads, pos)
+
+
+def grouped_rows(
+    x: Float[Tensor, "batch head pos inner"], shared: Float[Tensor, "row kv_head key_pos d_head"]
+) -> Float[Tensor, "row kv_head queries inner"]:
+    """All queries that read the same keys, as the rows of one matrix."""
+    batch, heads, pos, inner = x.shape
+    rows, kv_heads = shared.shape[:2]
+    if rows == batch:
+        return x if heads == kv_heads else x.reshape(batch, kv_heads, -1, inner)
+    return x.reshape(batch, kv_heads, -1, inner).transpose(0, 1).reshape(1, kv_heads, -1, inner)
+
+
+def ungrouped(
+    x: Float[Tensor, "row kv_head queries inner"], batch: int, heads: int, pos: int
+) -> Float[Tensor, "batch head pos inner"]:
+    """The inverse of `grouped_rows`."""
+    rows, kv_heads, _, inner = x.shape
+    if rows == batch:
+        return x.view(batch, heads, pos, inner)
+    parted = x.view(kv_heads, batch, -1, inner).transpose(0, 1)
+    return parted.reshape(batch, heads, pos, inner)
+
+
+def joined(parts: list[Float[Tensor, "batch head pos _"]]) -> Float[Tensor, "batch head pos key_pos"]:
+    """Parts along the key axis, joined; a single part is itself."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,0 +1,135 @@
+"""From token ids into the residual stream, and out of it to logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from transformer_lens_lite.components.norm import build_norm
+from transformer_lens_lite.components.storage import transposed
+from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.hooks import Component, HookPoint
+
+
+class Embed(Component):
+    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with `post_embedding_ln`."""
+
+    def __init__(self, cfg: HookedTransformerConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
+        self.scale = cfg.embed_scale
+        self.ln = build_norm(cfg.norm_spec(kind="LN")) if cfg.post_embedding_ln else nn.Identity()
+
+    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """Rows of `W_E`. ValueError naming the id when one is not in the vocabulary (on the CPU)."""
+        try:
+            embedded = F.embedding(tokens, self.W_E)
+        except IndexError:
+            low, high = int(tokens.min()), int(tokens.max())
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"token id {wrong} is outside the vocabulary of {self.W_E.shape[0]}"
+            ) from None
+        return self.ln(self.scaled(embedded))
+
+    def scaled(
+        self, embedded: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Times the embedding multiplier, rounded to the model's dtype as checkpoints expect."""
+        if self.scale == 1.0:
+            return embedded
+        return embedded * torch.tensor(self.scale, dtype=embedded.dtype, device=embedded.device)
+
+
+class PosEmbed(Component):
+    """Learned positions, `W_pos` [n_ctx, d_model]."""
+
+    def __init__(self, cfg: HookedTransformerConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.W_pos = nn.Parameter(torch.empty(cfg.n_ctx, cfg.d_model))
+
+    def forward(
+        self,
+        positions: Int[Tensor, "row pos"],
+        mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> Float[Tensor, "row pos d_model"]:
+        """Rows of `W_pos`; zero for padding."""
+        embedded = F.embedding(positions, self.W_pos)
+        return embedded if mask is None else embedded * mask[..., None].to(embedded.dtype)
+
+
+class Unembed(Component):
+    """Logits: x `W_U` [d_model, d_vocab_out] + `b_U`."""
+
+    def __init__(self, cfg: HookedTransformerConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self._make_weight()
+        self.b_U = nn.Parameter(torch.zeros(cfg.d_vocab_out))
+        self.hook_in = HookPoint()  # [batch, pos, d_model]
+        self.hook_out = HookPoint()  # [batch, pos, d_vocab_out], before any scaling or softcap
+
+    def _make_weight(self) -> None:
+        self.W_U = transposed(self.cfg.d_model, self.cfg.d_vocab_out)
+
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos d_vocab_out"]:
+        """Project onto the vocabulary."""
+        return self.hook_out(F.linear(self.hook_in(x), self.W_U.T, self.b_U))
+
+
+class TiedUnembed(Unembed):
+    """An unembedding without a weight of its own: `W_U` is the transpose of `W_E`, the same memory.
+
+    `state_dict` lists `W_U` all the same, as the classic class does; loading compares the two.
+    """
+
+    def __init__(self, cfg: HookedTransformerConfig, embed: Embed) -> None:
+        self._embed = (embed,)  # in a tuple: not a submodule, or its parameters would count twice
+        super().__init__(cfg)
+
+    def _make_weight(self) -> None:
+        pass
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
+        return self._embed[0].W_E.T
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "W_U":
+            raise AttributeError(
+                "unembed.W_U is tied to embed.W_E; call model.untie() to give it its own weight"
+            )
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "W_U"] = self.W_U if keep_vars else self.W_U.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.pop(prefix + "W_U", None)  # embed comes first, so W_E is loaded by now
+        if given is not None and not same_values(given, self.W_U):
+            args[-1].append(
+                f"{prefix}W_U differs from embed.W_E, but this model ties them; build it with "
+                "tie_word_embeddings=False, or call model.untie() first"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal shape and numbers; free when both are the same memory."""
+    if a.shape != b.shape:
+        return False
+    if a.device.type == "meta" or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
+        return True
+    return torch.equal(a.to(b), b)
+
+
+def build_unembed(cfg: HookedTransformerConfig, embed: Embed) -> Unembed:
+    """Tied to `embed` or with a weight of its own, as the config says."""
+    return TiedUnembed(cfg, embed) if cfg.tie_word_embeddings else Unembed(cfg)

@@ -1,0 +1,49 @@
+"""Parameters in the shape the reader wants, over memory in the shape matrix multiplication wants.
+
+A contiguous `W_Q[head, d_model, d_head]` would be copied into a matrix by every product with it, a copy
+of the whole weight per step. So the memory is a matrix, `[(head d_head), d_model]`, and `W_Q` a strided
+view of it. The functions below undo the view; for any layout a checkpoint has they are views themselves.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+def in_projection(n_heads: int, d_model: int, d_head: int, **kwargs) -> nn.Parameter:
+    """An uninitialised [head, d_model, d_head] over memory [(head d_head), d_model]."""
+    matrix = torch.empty(n_heads * d_head, d_model, **kwargs)
+    return nn.Parameter(matrix.view(n_heads, d_head, d_model).transpose(1, 2))
+
+
+def out_projection(n_heads: int, d_head: int, d_model: int, **kwargs) -> nn.Parameter:
+    """An uninitialised [head, d_head, d_model] over memory [d_model, (head d_head)]."""
+    matrix = torch.empty(d_model, n_heads * d_head, **kwargs)
+    return nn.Parameter(matrix.view(d_model, n_heads, d_head).permute(1, 2, 0))
+
+
+def transposed(d_in: int, d_out: int, **kwargs) -> nn.Parameter:
+    """An uninitialised [d_in, d_out] over memory [d_out, d_in], as torch's linear layers keep it."""
+    return nn.Parameter(torch.empty(d_out, d_in, **kwargs).T)
+
+
+def in_matrix(weight: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head_d_head d_model"]:
+    """The matrix `F.linear` takes to project d_model onto all heads: a view, for every layout we load."""
+    return weight.permute(1, 0, 2).flatten(1).T
+
+
+def out_matrix(
+    weight: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "d_model head_d_head"]:
+    """The matrix `F.linear` takes to project all heads back onto d_model: a view."""
+    return weight.flatten(0, 1).T
+
+
+def matmul_ready(
+    weight: Float[Tensor, "head d_model d_head"],
+) -> Float[Tensor, "head d_model d_head"]:
+    """The same numbers over memory whose `in_matrix` is a view; itself when that is so already."""
+    heads_merge = weight.stride(0) == weight.stride(2) * weight.shape[2]
+    if weight.shape[0] == 1 or heads_merge:
+        return weight
+    return weight.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,598 @@
+"""The flat configuration users write, and the frozen per-layer specs a model is built from.
+
+`HookedTransformerConfig` keeps HookedTransformer's flat field names. It is expanded once, by
+`cfg.block_specs()`, into one frozen `BlockSpec` per layer; modules are built from those and never
+count layers or look at an architecture's name.
+"""
+
+import difflib
+import json
+import pprint
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from transformer_lens_lite.rope_scaling import RotaryScaling, scaling_from_dict
+
+ACTIVATIONS = (
+    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh", "xielu",
+    "relu2", "quick_gelu",
+)  # fmt: skip
+NORMALIZATIONS = ("LN", "LNPre", "RMS", "RMSPre", None)
+POSITION_KINDS = ("standard", "rotary", "shortformer", "alibi", "none")
+INIT_MODES = (
+    "gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP",
+)  # fmt: skip
+NORM_PLACES = ("pre", "post", "both")
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float64": torch.float64, "fp64": torch.float64,
+}  # fmt: skip
+
+
+def closest(name: str, known: Iterable[str], n: int = 3) -> str:
+    """The tail of an error message: " Did you mean 'a' or 'b'?", or nothing."""
+    matches = difflib.get_close_matches(name, [str(k) for k in known], n=n, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from itself, "bf16", "float32", "torch.float16" …; ValueError otherwise."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {sorted(DTYPES)}")
+    return DTYPES[name]
+
+
+def default_device() -> str:
+    """CUDA when there is one, else the CPU. MPS is never chosen by itself: it has been silently wrong."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- the frozen specs ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """One normalisation: `kind` LN, LNPre, RMS or RMSPre; `offset` is added to the weight (Gemma: 1)."""
+
+    kind: str
+    width: int
+    eps: float
+    offset: float = 0.0
+
+    def widened_to(self, width: int) -> "NormSpec":
+        """The same norm over another width."""
+        return replace(self, width=width)
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary positions on the first `dim` channels of each head."""
+
+    dim: int
+    base: float
+    adjacent_pairs: bool  # True: channels (2i, 2i+1) turn together (GPT-J); False: (i, i + dim/2)
+    scaling: RotaryScaling
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything one attention layer is built from."""
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    grouped: bool  # parameters are named _W_K, _W_V and may have fewer heads
+    scale: float  # multiplies q·k
+    causal: bool
+    window: int | None  # a query sees this many keys, itself included; None: all
+    rotary: RotarySpec | None
+    alibi: bool
+    softcap: float | None
+    qk_norm: NormSpec | None
+    qk_norm_per_head: bool
+    clip_qkv: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A plain or gated MLP. `norm` is the LayerNorm inside "*_ln" activations."""
+
+    d_model: int
+    d_mlp: int
+    act_fn: str
+    gated: bool
+    gated_biases: bool  # biases on the two inner projections of a gated MLP (b_gate, b_up)
+    norm: NormSpec | None
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One layer. `mlp` is the sum type a mixture of experts will join; None in attention-only models."""
+
+    layer: int
+    attention: AttentionSpec
+    mlp: MLPSpec | None
+    norm: NormSpec | None
+    post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
+    norm_place: str  # "pre", "post" or "both"
+    parallel: bool
+    residual_scale: float
+
+
+# --- the flat configuration ---------------------------------------------------------------------
+
+
+@dataclass
+class HookedTransformerConfig:
+    """Sizes and variants of a `HookedTransformer`, in the classic flat field names.
+
+    Unknown names are refused, at construction (TypeError) and on assignment (AttributeError), with
+    the nearest known name. Values that contradict each other are ValueErrors that name both.
+
+    Fields without a counterpart in the classic class are in the last group; their defaults leave
+    the classic behaviour unchanged.
+    """
+
+    # sizes
+    n_layers: int
+    d_model: int
+    n_ctx: int
+    d_head: int
+    model_name: str = "custom"
+    n_heads: int = -1  # -1: d_model // d_head
+    d_mlp: int | None = None  # None: 4 * d_model
+    act_fn: str | None = "relu"
+    d_vocab: int = -1  # -1: from the tokenizer
+    eps: float = 1e-5
+    n_key_value_heads: int | None = None  # not None: grouped-query attention
+
+    # attention
+    use_attn_scale: bool = True
+    attn_scale: float = -1.0  # scores are divided by it; -1: sqrt(d_head)
+    scale_attn_by_inverse_layer_idx: bool = False
+    use_local_attn: bool = False
+    attn_types: Sequence[str] | None = None  # "global" or "local" per layer
+    window_size: int | None = None
+    attention_dir: str = "causal"
+    attn_only: bool = False
+    parallel_attn_mlp: bool = False
+    use_qk_norm: bool = False
+    clip_qkv: float | None = None
+    use_attention_sinks: bool = False
+    attn_scores_soft_cap: float = -1.0
+    ungroup_grouped_query_attention: bool = False
+
+    # positions
+    positional_embedding_type: str = "standard"
+    rotary_dim: int | None = None
+    rotary_base: float = 10000.0
+    rotary_base_local: float | None = None
+    rotary_adjacent_pairs: bool = False
+    rotary_scaling_factor: float = 1.0
+    use_NTK_by_parts_rope: bool = False
+    NTK_by_parts_low_freq_factor: float = 1.0
+    NTK_by_parts_high_freq_factor: float = 4.0
+    NTK_by_parts_factor: float = 8.0
+    NTK_original_ctx_len: int = 8192
+    use_yarn_rope: bool = False
+    yarn_factor: float = 1.0
+    yarn_attention_factor: float = 1.0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_truncate: bool = True
+    yarn_global_attn_only: bool = False
+    use_dynamic_ntk_rope: bool = False
+    use_logn_attn: bool = False
+    train_seq_length: int | None = None
+
+    # norms, MLP, output
+    normalization_type: str | None = "LN"
+    final_rms: bool = False
+    post_embedding_ln: bool = False
+    use_normalization_before_and_after: bool = False
+    gated_mlp: bool = False
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    norm_topk_prob: bool = False
+    output_logits_soft_cap: float = -1.0
+    d_vocab_out: int = -1  # -1: d_vocab
+    tie_word_embeddings: bool = False  # True: W_U is the transpose of W_E, one tensor
+
+    # which optional hook points a blanket run_with_cache includes
+    use_attn_result: bool = False
+    use_split_qkv_input: bool = False
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
+    use_hook_tokens: bool = False
+
+    # tokenizer
+    tokenizer_name: str | None = None
+    default_prepend_bos: bool = True
+    tokenizer_prepends_bos: bool | None = None
+    trust_remote_code: bool = False
+
+    # initialisation, device
+    init_weights: bool = True
+    init_mode: str = "gpt2"
+    initializer_range: float = -1.0
+    seed: int | None = None
+    device: str | torch.device | None = None
+    n_devices: int = 1
+    dtype: torch.dtype | str = torch.float32
+
+    # metadata, kept for code that reads it
+    original_architecture: str | None = None
+    from_checkpoint: bool = False
+    checkpoint_index: int | None = None
+    checkpoint_label_type: str | None = None
+    checkpoint_value: int | None = None
+    n_params: int | None = None  # always recomputed
+    load_in_4bit: bool = False
+    quantization_method: str | None = None
+    uses_rms_norm: bool = False
+    layer_norm_folding: bool = False
+    relative_attention_max_distance: int | None = None
+    relative_attention_num_buckets: int | None = None
+    decoder_start_token_id: int | None = None
+
+    # beyond the classic fields
+    rotary_scaling: dict[str, Any] | None = None  # {"rope_type": …}; see rope_scaling.py
+    rotary_scaling_global_only: bool = False  # local layers turn unscaled
+    rotary_layers: Sequence[bool] | None = None  # which layers turn at all (None: every one)
+    qk_norm_per_head: bool = True  # False: one norm over all heads together
+    norm_place: str = "pre"  # "post": only after attention and MLP; "both" = use_normalization_before_and_after
+    norm_weight_offset: float = 0.0  # RMS weights mean (offset + w)
+    gated_mlp_biases: bool = False  # b_gate and b_up in a gated MLP
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies attn_out and mlp_out
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.dtype = parse_dtype(self.dtype)
+        if self.device is None:
+            self.device = default_device()
+        self._check_sizes()
+        self._fill_in_sizes()
+        self._check_choices()
+        self._check_contradictions()
+        self._check_unsupported()
+        self.n_params = self._count_params()
+        if self.seed is not None:
+            self.set_seed_everywhere(self.seed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}.{closest(name, self.__dataclass_fields__)}"
+            )
+        object.__setattr__(self, name, value)
+
+    # -- validation --
+
+    def _check_sizes(self) -> None:
+        for name in ("n_layers", "d_model", "n_ctx", "d_head"):
+            value = getattr(self, name)
+            least = 0 if name == "n_layers" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name in ("n_heads", "d_vocab", "d_vocab_out"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or (value < 1 and value != -1):
+                raise ValueError(f"{name} must be a positive integer, or -1 for its default; got {value!r}")
+        for name in ("d_mlp", "n_key_value_heads", "rotary_dim", "window_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
+        for name in ("eps", "rotary_base", "embed_scale", "residual_scale", "logit_scale"):
+            value = getattr(self, name)
+            if not value > 0 or value == float("inf"):  # NaN is not > 0
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+    def _fill_in_sizes(self) -> None:
+        if self.n_heads == -1:
+            if self.d_model % self.d_head:
+                raise ValueError(
+                    f"n_heads is not given and d_model={self.d_model} is not divisible by d_head={self.d_head}"
+                )
+            self.n_heads = self.d_model // self.d_head
+        if self.d_mlp is None and not self.attn_only:
+            self.d_mlp = 4 * self.d_model
+        if self.d_vocab_out == -1:
+            self.d_vocab_out = self.d_vocab
+        if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
+            self.rotary_dim = self.d_head
+        if self.use_normalization_before_and_after:
+            if self.norm_place == "post":
+                raise ValueError("use_normalization_before_and_after=True contradicts norm_place='post'")
+            self.norm_place = "both"
+        self.use_normalization_before_and_after = self.norm_place == "both"
+
+    def _check_choices(self) -> None:
+        choices: dict[str, tuple[Any, ...]] = {
+            "normalization_type": NORMALIZATIONS,
+            "positional_embedding_type": POSITION_KINDS,
+            "init_mode": INIT_MODES,
+            "attention_dir": ("causal", "bidirectional"),
+            "norm_place": NORM_PLACES,
+        }
+        if not self.attn_only:
+            choices["act_fn"] = ACTIVATIONS
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = closest(str(value), [str(a) for a in allowed])
+                raise ValueError(f"{name}={value!r} is not one of {list(allowed)}.{hint}")
+
+    def _check_contradictions(self) -> None:
+        kv = self.n_key_value_heads
+        if kv is not None and self.n_heads % kv:
+            raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_key_value_heads={kv}")
+        if self.use_local_attn and (self.window_size is None or self.attn_types is None):
+            raise ValueError(
+                "use_local_attn=True needs both window_size and attn_types; got "
+                f"window_size={self.window_size!r}, attn_types={self.attn_types!r}"
+            )
+        if self.window_size is not None and not self.use_local_attn:
+            raise ValueError(f"window_size={self.window_size} has no effect with use_local_attn=False")
+        self._check_per_layer("attn_types", ("global", "local"))
+        self._check_per_layer("rotary_layers", (True, False))
+        if self.use_local_attn and "local" not in (self.attn_types or ()):
+            raise ValueError(f"window_size={self.window_size} but attn_types has no 'local' layer")
+        if self.positional_embedding_type == "rotary":
+            assert self.rotary_dim is not None
+            if self.rotary_dim > self.d_head or self.rotary_dim % 2:
+                raise ValueError(
+                    f"rotary_dim={self.rotary_dim} must be even and at most d_head={self.d_head}"
+                )
+            self.rotary_spec("global")  # raises on bad scaling parameters
+        elif self.rotary_layers is not None or self.rotary_scaling is not None:
+            raise ValueError(
+                "rotary_layers and rotary_scaling need positional_embedding_type='rotary', got "
+                f"{self.positional_embedding_type!r}"
+            )
+        if self.tie_word_embeddings and self.d_vocab_out != self.d_vocab:
+            raise ValueError(
+                f"tie_word_embeddings=True needs d_vocab_out={self.d_vocab_out} == d_vocab={self.d_vocab}"
+            )
+        if self.use_attention_sinks and self.attn_scores_soft_cap > 0:
+            raise ValueError("use_attention_sinks and attn_scores_soft_cap > 0 cannot be combined")
+        if self.attn_only and (self.gated_mlp or self.parallel_attn_mlp):
+            raise ValueError("attn_only=True contradicts gated_mlp=True or parallel_attn_mlp=True")
+        if self.gated_mlp_biases and not self.gated_mlp:
+            raise ValueError("gated_mlp_biases=True contradicts gated_mlp=False")
+        if self.norm_place != "pre" and self.normalization_type is None:
+            raise ValueError(f"norm_place={self.norm_place!r} contradicts normalization_type=None")
+        if not self.qk_norm_per_head and not self.use_qk_norm:
+            raise ValueError("qk_norm_per_head=False contradicts use_qk_norm=False")
+
+    def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
+        values = getattr(self, name)
+        if values is None:
+            return
+        if len(values) != self.n_layers:
+            raise ValueError(f"{name} has {len(values)} entries but n_layers={self.n_layers}")
+        if wrong := [v for v in values if v not in allowed]:
+            raise ValueError(f"{name} may hold {list(allowed)}, got {wrong[0]!r}")
+
+    def _check_unsupported(self) -> None:
+        if self.n_devices != 1:
+            raise ValueError(f"n_devices={self.n_devices}: splitting a model over devices is not supported")
+        if self.load_in_4bit or self.quantization_method:
+            raise ValueError("load_in_4bit / quantization_method: quantised weights are not supported")
+        if self.use_dynamic_ntk_rope or self.use_logn_attn:
+            raise ValueError(
+                "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic NTK use "
+                "rotary_scaling={'rope_type': 'dynamic', 'factor': …}"
+            )
+        if self.num_experts is not None or self.experts_per_token is not None:
+            raise ValueError("num_experts / experts_per_token: mixtures of experts are not supported yet")
+
+    # -- expansion --
+
+    def rotary_spec(self, attn_type: str) -> RotarySpec:
+        """Rotary parameters of a "global" or "local" layer."""
+        assert self.rotary_dim is not None
+        local = attn_type == "local"
+        base = self.rotary_base_local if local and self.rotary_base_local else self.rotary_base
+        parameters, global_only = self._rotary_scaling_parameters()
+        scaling = scaling_from_dict(None if local and global_only else parameters, self.rotary_dim)
+        return RotarySpec(self.rotary_dim, float(base), self.rotary_adjacent_pairs, scaling)
+
+    def _rotary_scaling_parameters(self) -> tuple[dict[str, Any] | None, bool]:
+        """The scaling in force and whether local layers go without it.
+
+        The classic flags are one way to write `rotary_scaling`; giving two of them is an error.
+        """
+        given: dict[str, tuple[dict[str, Any], bool]] = {}
+        if self.rotary_scaling is not None:
+            given["rotary_scaling"] = (self.rotary_scaling, self.rotary_scaling_global_only)
+        if self.rotary_scaling_factor != 1.0:
+            linear = {"rope_type": "linear", "factor": self.rotary_scaling_factor}
+            given["rotary_scaling_factor"] = (linear, True)
+        if self.use_NTK_by_parts_rope:
+            llama3 = {
+                "rope_type": "llama3",
+                "factor": self.NTK_by_parts_factor,
+                "low_freq_factor": self.NTK_by_parts_low_freq_factor,
+                "high_freq_factor": self.NTK_by_parts_high_freq_factor,
+                "original_max_position_embeddings": self.NTK_original_ctx_len,
+            }
+            given["use_NTK_by_parts_rope"] = (llama3, self.rotary_scaling_global_only)
+        if self.use_yarn_rope:
+            yarn = {
+                "rope_type": "yarn",
+                "factor": self.yarn_factor,
+                "attention_factor": self.yarn_attention_factor,
+                "beta_fast": self.yarn_beta_fast,
+                "beta_slow": self.yarn_beta_slow,
+                "original_max_position_embeddings": self.yarn_original_max_position_embeddings,
+                "truncate": self.yarn_truncate,
+            }
+            given["use_yarn_rope"] = (yarn, self.yarn_global_attn_only)
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together; use one")
+        return next(iter(given.values()), (None, False))
+
+    def norm_spec(self, width: int | None = None, kind: str | None = None) -> NormSpec | None:
+        """The spec of this model's norm, or of a norm of another `kind` or `width`; None: no norm."""
+        kind = kind or self.normalization_type
+        if kind is None:
+            return None
+        return NormSpec(kind, width or self.d_model, self.eps, self.norm_weight_offset)
+
+    def final_norm_spec(self) -> NormSpec | None:
+        """`final_rms`: a LayerNorm model whose last norm is an RMSNorm."""
+        rms = {"LN": "RMS", "LNPre": "RMSPre"}
+        kind = self.normalization_type
+        return self.norm_spec(kind=rms.get(kind or "", kind) if self.final_rms else kind)
+
+    def block_specs(self) -> tuple[BlockSpec, ...]:
+        """One frozen spec per layer: the only place where per-layer variation is worked out."""
+        return tuple(self._block_spec(layer) for layer in range(self.n_layers))
+
+    def _block_spec(self, layer: int) -> BlockSpec:
+        return BlockSpec(
+            layer=layer,
+            attention=self._attention_spec(layer),
+            mlp=None if self.attn_only else self._mlp_spec(),
+            norm=self.norm_spec(),
+            post_norm=self._post_norm_spec(),
+            norm_place=self.norm_place,
+            parallel=self.parallel_attn_mlp,
+            residual_scale=self.residual_scale,
+        )
+
+    def _post_norm_spec(self) -> NormSpec | None:
+        weighted = (self.normalization_type or "").removesuffix("Pre")
+        return self.norm_spec(kind=weighted) if self.norm_place == "both" else None
+
+    def _attention_spec(self, layer: int) -> AttentionSpec:
+        attn_type = self.attn_types[layer] if self.use_local_attn and self.attn_types else "global"
+        turns = self.positional_embedding_type == "rotary" and (
+            self.rotary_layers is None or self.rotary_layers[layer]
+        )
+        n_kv_heads = self.n_key_value_heads or self.n_heads
+        return AttentionSpec(
+            d_model=self.d_model,
+            n_heads=self.n_heads,
+            n_kv_heads=n_kv_heads,
+            d_head=self.d_head,
+            grouped=self.n_key_value_heads is not None,
+            scale=self._score_scale(layer),
+            causal=self.attention_dir == "causal",
+            window=self.window_size if attn_type == "local" else None,
+            rotary=self.rotary_spec(attn_type) if turns else None,
+            alibi=self.positional_embedding_type == "alibi",
+            softcap=self.attn_scores_soft_cap if self.attn_scores_soft_cap > 0 else None,
+            qk_norm=self.norm_spec(self.d_head, "RMS") if self.use_qk_norm else None,
+            qk_norm_per_head=self.qk_norm_per_head,
+            clip_qkv=self.clip_qkv,
+            sinks=self.use_attention_sinks,
+        )
+
+    def _score_scale(self, layer: int) -> float:
+        divisor = 1.0
+        if self.use_attn_scale:
+            divisor = self.d_head**0.5 if self.attn_scale == -1.0 else self.attn_scale
+        return 1.0 / (divisor * (layer + 1 if self.scale_attn_by_inverse_layer_idx else 1))
+
+    def _mlp_spec(self) -> MLPSpec:
+        assert self.d_mlp is not None
+        assert self.act_fn is not None
+        return MLPSpec(
+            d_model=self.d_model,
+            d_mlp=self.d_mlp,
+            act_fn=self.act_fn,
+            gated=self.gated_mlp,
+            gated_biases=self.gated_mlp_biases,
+            norm=NormSpec("LN", self.d_mlp, self.eps) if self.is_layer_norm_activation() else None,
+        )
+
+    # -- the classic methods --
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> "HookedTransformerConfig":
+        """Build from a plain dict; TypeError on an unknown key, naming the nearest."""
+        known = cls.__dataclass_fields__
+        for name in config_dict:
+            if name not in known:
+                raise TypeError(f"{cls.__name__} has no field {name!r}.{closest(name, known)}")
+        return cls(**config_dict)
+
+    @classmethod
+    def unwrap(
+        cls, config: "dict[str, Any] | HookedTransformerConfig"
+    ) -> "HookedTransformerConfig":
+        """A config from a config or a dict."""
+        return cls.from_dict(config) if isinstance(config, dict) else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of the fields, `dtype` as a torch.dtype."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back to an equal config."""
+        values = self.to_dict()
+        values["dtype"] = str(self.dtype).removeprefix("torch.")
+        values["device"] = str(self.device)
+        for name in ("attn_types", "rotary_layers"):
+            values[name] = None if values[name] is None else list(values[name])
+        return json.dumps(values, indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "HookedTransformerConfig":
+        """The inverse of `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    def is_layer_norm_activation(self) -> bool:
+        """Whether the MLP has a LayerNorm after its activation ("solu_ln")."""
+        return self.act_fn is not None and self.act_fn.endswith("_ln")
+
+    def set_seed_everywhere(self, seed: int) -> None:
+        """Seed torch, random and numpy (when numpy is there)."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            import numpy
+        except ImportError:
+            return
+        numpy.random.seed(seed)
+
+    def _count_params(self) -> int:
+        """Weights of attention and MLPs, as the classic class counts them (grouping ignored)."""
+        attention = 4 * self.d_model * self.d_head * self.n_heads
+        mlp = 0 if self.attn_only else self.d_model * (self.d_mlp or 0) * (3 if self.gated_mlp else 2)
+        return self.n_layers * (attention + mlp)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}:\n{pprint.pformat(self.to_dict())}"
+
+
+
+
+def _refuse_unknown_arguments(cls: type) -> None:
+    """Make the constructor's TypeError for an unknown keyword name the nearest field."""
+    construct = cls.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = type(self).__dataclass_fields__
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{type(self).__name__} has no field {name!r}.{closest(name, known)}")
+        construct(self, *args, **kwargs)
+
+    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature follows it
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+_refuse_unknown_arguments(HookedTransformerConfig)

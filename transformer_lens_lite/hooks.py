@@ -1,0 +1,250 @@
+"""Named places in a forward pass where one can listen or interfere.
+
+A `HookPoint` is called in the middle of a sentence, `q = self.hook_q(q)`, and returns its input. With
+nobody listening that costs one truth test.
+
+A hook is `fn(tensor, hook=point)`. It returns None (unchanged; in-place edits do take effect) or a
+replacement of the same shape. A backward hook gets the gradient of the activation and returns a
+gradient, a 1-tuple of one, or None.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+HookFunction = Callable[..., Any]
+Direction = Literal["fwd", "bwd"]
+Both = Literal["fwd", "bwd", "both"]
+
+
+class Component(nn.Module):
+    """nn.Module whose submodules are ordinary attributes too.
+
+    nn.Module finds a submodule only after the normal lookup failed, which costs more than an idle
+    hook point does. Parameters are left alone: `.to()` may replace those objects.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_modules", ()):
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules:
+            self.__dict__.pop(name, None)
+        super().__delattr__(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a submodule under `name`, as assignment does."""
+        super().add_module(name, module)
+        self.__dict__[name] = module
+
+
+class LensHandle:
+    """One function attached to one hook point. `remove()` detaches it; doing so twice is harmless."""
+
+    def __init__(
+        self,
+        point: "HookPoint",
+        user_hook: HookFunction,
+        direction: Direction,
+        is_permanent: bool = False,
+        context_level: int | None = None,
+        alias_names: Sequence[str] | None = None,
+    ) -> None:
+        self.user_hook = user_hook
+        self.direction = direction
+        self.is_permanent = is_permanent
+        self.context_level = context_level
+        # a function marked so only looks: what it keeps needs no protection from its own edits
+        self.is_listener = getattr(user_hook, "is_listener", False)
+        self._siblings = point.handles(direction)
+        self._callers = [HookAlias(point, name) for name in alias_names] if alias_names else [point]
+
+    @property
+    def hook(self) -> "LensHandle":
+        """The handle itself: classic code removes through `handle.hook.remove()`."""
+        return self
+
+    def remove(self) -> None:
+        """Detach the function from its point."""
+        if self in self._siblings:
+            self._siblings.remove(self)
+
+    def run(self, tensor: Tensor, point: "HookPoint") -> Tensor:
+        """Call the function, once per alias, and return what the model carries on with."""
+        for caller in self._callers:
+            result = self.user_hook(tensor, hook=caller)
+            if isinstance(result, tuple) and len(result) == 1 and self.direction == "bwd":
+                result = result[0]
+            if result is not None:
+                tensor = self._checked(result, tensor, point)
+        return tensor
+
+    def _checked(self, result: Any, tensor: Tensor, point: "HookPoint") -> Tensor:
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"a hook on {point.name!r} returned a {type(result).__name__}; it may return None or a "
+                f"tensor of shape {tuple(tensor.shape)}"
+            )
+        if result.shape != tensor.shape:
+            raise ValueError(
+                f"a hook on {point.name!r} returned shape {tuple(result.shape)}, expected "
+                f"{tuple(tensor.shape)}"
+            )
+        return result
+
+    def __repr__(self) -> str:
+        name = getattr(self.user_hook, "__qualname__", repr(self.user_hook))
+        marks = ["permanent"] if self.is_permanent else []
+        marks += [] if self.context_level is None else [f"level {self.context_level}"]
+        return f"<{self.direction} hook {name}{' ' + ', '.join(marks) if marks else ''}>"
+
+
+class HookAlias:
+    """What a hook registered under an alias gets as `hook`: the point, under another name."""
+
+    def __init__(self, point: "HookPoint", name: str) -> None:
+        self._point = point
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._point, attribute)
+
+
+class HandleGroup(list[LensHandle]):
+    """The handles of a hook added to several points at once; `remove()` removes them all."""
+
+    def remove(self, *handle: LensHandle) -> None:  # type: ignore[override]
+        """Without arguments: detach all of them."""
+        if handle:
+            super().remove(*handle)
+            return
+        for each in self:
+            each.remove()
+
+
+class HookPoint(Component):
+    """The identity, with a name, at which functions can be attached.
+
+    Args:
+        optional: computing the value costs something, so a blanket capture leaves it out.
+        pos_axis: which axis of the value counts query positions.
+    """
+
+    name: str | None
+
+    def __init__(self, optional: bool = False, pos_axis: int = 1) -> None:
+        super().__init__()
+        self.fwd_hooks: list[LensHandle] = []
+        self.bwd_hooks: list[LensHandle] = []
+        self.ctx: dict[Any, Any] = {}
+        self.name = None
+        self.optional = optional
+        self.pos_axis = pos_axis
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.fwd_hooks or self.bwd_hooks or self._forward_hooks or self._forward_pre_hooks:
+            return self._visit(x)
+        return x
+
+    @property
+    def listened(self) -> bool:
+        """Whether anybody would see the value: what selects the slow path."""
+        return bool(
+            self.fwd_hooks or self.bwd_hooks or self._forward_hooks or self._forward_pre_hooks
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The identity; reached only through hooks registered with torch's own methods."""
+        return x
+
+    def _visit(self, x: Tensor) -> Tensor:
+        if self._forward_hooks or self._forward_pre_hooks:
+            x = super().__call__(x)
+        for handle in tuple(self.fwd_hooks):
+            x = handle.run(x, self)
+        if self.bwd_hooks and x.requires_grad:
+            x = x.view_as(x)  # a node of our own: the gradient seen is that of this point's readers
+            x.register_hook(self._visit_gradient)
+        return x
+
+    def _visit_gradient(self, gradient: Tensor) -> Tensor:
+        for handle in tuple(self.bwd_hooks):
+            gradient = handle.run(gradient, self)
+        return gradient
+
+    def handles(self, dir: Direction) -> list[LensHandle]:
+        """The live list of handles of one direction."""
+        if dir not in ("fwd", "bwd"):
+            raise ValueError(f"dir must be 'fwd' or 'bwd', got {dir!r}")
+        return self.fwd_hooks if dir == "fwd" else self.bwd_hooks
+
+    def add_hook(
+        self,
+        hook: HookFunction,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+        alias_names: Sequence[str] | None = None,
+    ) -> LensHandle:
+        """Attach `hook(tensor, hook=point)`; hooks run in the order they were added.
+
+        Args:
+            prepend: run before those already there.
+            alias_names: call it once per name, with `hook.name` being that name.
+        Raises: ValueError for another `dir`; TypeError when `hook` is not callable.
+        """
+        handles = self.handles(dir)
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable, got {type(hook).__name__}")
+        handle = LensHandle(self, hook, dir, is_permanent, level, alias_names)
+        handles.insert(0 if prepend else len(handles), handle)
+        return handle
+
+    def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
+        """Attach a hook that `reset_hooks()` leaves in place."""
+        return self.add_hook(hook, dir, is_permanent=True)
+
+    def has_hooks(
+        self,
+        dir: Both = "both",
+        including_permanent: bool = True,
+        level: int | None = None,
+    ) -> bool:
+        """Whether a hook of that direction (and context level) is attached."""
+        return any(
+            (including_permanent or not handle.is_permanent)
+            and (level is None or handle.context_level == level)
+            for handle in self._handles_of(dir)
+        )
+
+    def remove_hooks(
+        self,
+        dir: Both = "fwd",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Detach hooks of one direction; permanent ones only when asked, others by level if given."""
+        for handle in self._handles_of(dir):
+            matches = level is None or handle.context_level == level
+            if including_permanent or (not handle.is_permanent and matches):
+                handle.remove()
+
+    def _handles_of(self, dir: Both) -> list[LensHandle]:
+        if dir == "both":
+            return self.fwd_hooks + self.bwd_hooks
+        return list(self.handles(dir))
+
+    def clear_context(self) -> None:
+        """Empty `ctx`, the dictionary in which hooks may keep things."""
+        self.ctx.clear()
+
+    def layer(self) -> int:
+        """The layer in the name; IndexError or ValueError for points outside the blocks."""
+        return int((self.name or "").split(".")[1])
+
+    def extra_repr(self) -> str:
+        return "optional" if self.optional else ""

@@ -1,0 +1,355 @@
+"""The keys and values of positions already seen, so that they are computed once.
+
+A `KeyValueCache` has one entry per layer. An entry is a tuple of shared *prefix* segments, which it
+never writes, and a growing *tail* of its own. Freezing makes the tail read-only too: a frozen cache is
+a prefix, and any number of forwards, or `branch()`es, read it without copying.
+
+Memory is [batch, kv_head, pos, d_head], so that a batched product reads it in place. What users see is
+the classic [batch, pos, kv_head, d_head].
+"""
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from transformer_lens_lite.config import HookedTransformerConfig
+
+KeysOrValues = Float[Tensor, "batch kv_head key_pos d_head"]
+Segment = tuple[KeysOrValues, KeysOrValues]
+FIRST_CAPACITY = 64
+
+
+class KeyValueCacheEntry:
+    """One layer's keys (rotated, as attention uses them) and values."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int | None = None,
+    ) -> None:
+        batch, n_kv_heads, d_head = shape
+        self.max_len = max_len
+        self.frozen = False
+        self.prefix: tuple[Segment, ...] = ()
+        self._length = 0  # of the tail
+        empty = torch.empty(batch, n_kv_heads, max_len or 0, d_head, dtype=dtype, device=device)
+        self._keys, self._values = empty, torch.empty_like(empty)
+
+    # -- reading --
+
+    @property
+    def length(self) -> int:
+        """Positions stored, prefix included."""
+        return sum(keys.shape[2] for keys, _ in self.prefix) + self._length
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the tail."""
+        return self._keys.shape[0]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What is stored, without copying: the prefix's segments, then the tail if it holds anything."""
+        tail = (self._keys[:, :, : self._length], self._values[:, :, : self._length])
+        return (*self.prefix, tail) if self._length or not self.prefix else self.prefix
+
+    @property
+    def past_keys(self) -> Float[Tensor, "batch pos kv_head d_head"]:
+        """The stored keys: a view, unless they lie in several segments."""
+        return self._joined(0)
+
+    @property
+    def past_values(self) -> Float[Tensor, "batch pos kv_head d_head"]:
+        """The stored values: a view, unless they lie in several segments."""
+        return self._joined(1)
+
+    def _joined(self, which: int) -> Float[Tensor, "batch pos kv_head d_head"]:
+        parts = [segment[which] for segment in self.segments]
+        if len(parts) > 1:
+            parts = [part.expand(self.batch_size, -1, -1, -1) for part in parts]
+            return torch.cat(parts, 2).transpose(1, 2)
+        return parts[0].transpose(1, 2)
+
+    # -- growing --
+
+    def append(
+        self,
+        new_keys: Float[Tensor, "batch new_pos kv_head d_head"],
+        new_values: Float[Tensor, "batch new_pos kv_head d_head"],
+    ) -> tuple[
+        Float[Tensor, "batch pos kv_head d_head"], Float[Tensor, "batch pos kv_head d_head"]
+    ]:
+        """Stored and new keys and values, joined along pos; kept unless frozen.
+
+        Raises: ValueError when full, or for a wrong batch, heads, dtype or device, before writing.
+        """
+        keys, values = new_keys.transpose(1, 2), new_values.transpose(1, 2)
+        self.check(keys)
+        segments = self.extend(keys, values)
+        self.advance(keys.shape[2])
+        if len(segments) == 1:
+            joined_keys, joined_values = segments[0]
+        else:
+            batch = keys.shape[0]
+            joined_keys, joined_values = (
+                torch.cat([segment[i].expand(batch, -1, -1, -1) for segment in segments], 2)
+                for i in (0, 1)
+            )
+        return joined_keys.transpose(1, 2), joined_values.transpose(1, 2)
+
+    def extend(self, keys: KeysOrValues, values: KeysOrValues) -> tuple[Segment, ...]:
+        """The segments attention reads: what is stored, and the new positions.
+
+        Nothing counts as stored until `advance`: a forward that fails half way leaves no trace.
+        """
+        if self.frozen:
+            return (*self.segments, (keys, values)) if self.length else ((keys, values),)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            return (*self.prefix, self._joined_with_graph(keys, values))
+        start, end = self._length, self._length + keys.shape[2]
+        self._make_room(end)
+        self._keys[:, :, start:end] = keys
+        self._values[:, :, start:end] = values
+        return (*self.prefix, (self._keys[:, :, :end], self._values[:, :, :end]))
+
+    def advance(self, n_new: int) -> None:
+        """Count `n_new` extended positions as stored; a frozen entry stays."""
+        if not self.frozen:
+            self._length += n_new
+
+    def _joined_with_graph(self, keys: KeysOrValues, values: KeysOrValues) -> Segment:
+        """Writing in place would break the graph of earlier steps, so join into new tensors."""
+        self._keys = torch.cat((self._keys[:, :, : self._length], keys), 2)
+        self._values = torch.cat((self._values[:, :, : self._length], values), 2)
+        return self._keys, self._values
+
+    def _make_room(self, needed: int) -> None:
+        capacity = self._keys.shape[2]
+        stale = self._keys.is_inference() and not torch.is_inference_mode_enabled()
+        if needed <= capacity and not self._keys.requires_grad and not stale:
+            return
+        capacity = max(needed, capacity if needed <= capacity else 2 * capacity, FIRST_CAPACITY)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = old.new_empty(*old.shape[:2], self.max_len or capacity, old.shape[3])
+            new[:, :, : self._length] = old[:, :, : self._length].detach()
+            setattr(self, name, new)
+
+    def check(self, keys: KeysOrValues) -> None:
+        """Raise the ValueError that says why these keys do not fit, before anything is written."""
+        batch, n_heads, n_new, d_head = keys.shape
+        self.check_batch(batch)
+        expected = (self._keys.shape[1], self._keys.shape[3])
+        if (n_heads, d_head) != expected:
+            raise ValueError(f"the cache holds (heads, d_head) {expected}, got {(n_heads, d_head)}")
+        if keys.dtype != self._keys.dtype:
+            raise ValueError(f"the cache is {self._keys.dtype}, the keys are {keys.dtype}")
+        if keys.device != self._keys.device:
+            raise ValueError(f"the cache is on {self._keys.device}, the keys on {keys.device}")
+        self.check_room(n_new)
+
+    def check_batch(self, batch: int) -> None:
+        """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""
+        if batch == self.batch_size or (self.frozen and self.batch_size == 1):
+            return
+        hint = " (freeze() it to share it, or expand(n) it)" if self.batch_size == 1 else ""
+        raise ValueError(f"the cache holds {self.batch_size} rows, the input has {batch}{hint}")
+
+    def check_room(self, n_new: int) -> None:
+        """Raise ValueError when `n_new` more positions would not fit into `max_len`."""
+        if self.max_len is not None and not self.frozen and self._length + n_new > self.max_len:
+            raise ValueError(
+                f"the cache is full: {self._length} of max_len={self.max_len} positions are taken and "
+                f"{n_new} more were given"
+            )
+
+    # -- other entries from this one --
+
+    def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCacheEntry":
+        """A growing entry whose prefix is what this one holds, shared and not copied."""
+        shape = (batch_size, self._keys.shape[1], self._keys.shape[3])
+        new = KeyValueCacheEntry(shape, self._keys.dtype, self._keys.device, max_len)
+        new.prefix = tuple((k.detach(), v.detach()) for k, v in self.segments if k.shape[2])
+        return new
+
+    def replaced(self, keys: KeysOrValues, values: KeysOrValues) -> "KeyValueCacheEntry":
+        """An entry like this one that holds exactly these."""
+        new = copy.copy(self)
+        new.prefix = ()
+        new.max_len = None if self.max_len is None else max(self.max_len, keys.shape[2])
+        new._keys, new._values, new._length = keys, values, keys.shape[2]
+        return new
+
+    def nbytes(self) -> int:
+        """Bytes of memory this entry keeps alive, shared prefixes included."""
+        tensors = [self._keys, self._values] + [t for segment in self.prefix for t in segment]
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+class KeyValueCache:
+    """Keys, values and the attention mask of what a model has seen, per layer.
+
+    Pass it as `past_kv_cache=`: every forward appends to it, until it is frozen; then forwards read
+    it, as a prefix of batch 1 for inputs of any batch or of their own batch, and leave it unchanged.
+    """
+
+    def __init__(
+        self,
+        entries: list[KeyValueCacheEntry],
+        previous_attention_mask: Int[Tensor, "batch pos"] | None = None,
+        frozen: bool = False,
+    ) -> None:
+        self.entries = entries
+        self.frozen = frozen
+        # None: no position is padding. Kept so, the common case needs no mask anywhere.
+        self._mask = previous_attention_mask
+
+    @classmethod
+    def init_cache(
+        cls,
+        cfg: HookedTransformerConfig,
+        device: torch.device | str | None = None,
+        batch_size: int = 1,
+        max_len: int | None = None,
+    ) -> "KeyValueCache":
+        """An empty cache for a model with this config.
+
+        Args:
+            max_len: room for exactly this many positions, allocated now; None: grow geometrically.
+        """
+        assert isinstance(cfg.dtype, torch.dtype)
+        where = torch.device(device or cfg.device or "cpu")
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        entries = []
+        for spec in cfg.block_specs():
+            attention = spec.attention
+            heads = (
+                attention.n_heads if cfg.ungroup_grouped_query_attention else attention.n_kv_heads
+            )
+            shape = (batch_size, heads, attention.d_head)
+            entries.append(KeyValueCacheEntry(shape, cfg.dtype, where, max_len))
+        return cls(entries)
+
+    def __getitem__(self, layer: int) -> KeyValueCacheEntry:
+        return self.entries[layer]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def length(self) -> int:
+        """Positions stored."""
+        return self.entries[0].length if self.entries else 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows stored."""
+        return self.entries[0].batch_size if self.entries else 0
+
+    @property
+    def previous_attention_mask(self) -> Int[Tensor, "batch pos"]:
+        """[batch, pos] of 0 (padding) and 1."""
+        if self._mask is not None:
+            return self._mask
+        entry = self.entries[0]
+        device = entry._keys.device
+        return torch.ones(self.batch_size, self.length, dtype=torch.long, device=device)
+
+    @previous_attention_mask.setter
+    def previous_attention_mask(self, mask: Int[Tensor, "batch pos"]) -> None:
+        self._mask = mask
+
+    @property
+    def padding(self) -> Int[Tensor, "batch pos"] | None:
+        """The mask where any position is padding; None where none is."""
+        return self._mask
+
+    def append_attention_mask(
+        self, attention_mask: Int[Tensor, "batch new_pos"]
+    ) -> Int[Tensor, "batch pos"]:
+        """The stored mask and this one, joined; kept unless frozen."""
+        previous = self.previous_attention_mask
+        if previous.shape[0] != attention_mask.shape[0]:
+            previous = previous.expand(attention_mask.shape[0], -1)
+        joined = torch.cat((previous.to(attention_mask), attention_mask), 1)
+        if not self.frozen:
+            self._mask = joined
+        return joined
+
+    # -- freezing and copies --
+
+    def freeze(self) -> None:
+        """Stop storing: from now on forwards read this cache as a prefix and leave it as it is."""
+        self._set_frozen(True)
+
+    def unfreeze(self) -> None:
+        """Let forwards append again."""
+        self._set_frozen(False)
+
+    def _set_frozen(self, frozen: bool) -> None:
+        self.frozen = frozen
+        for entry in self.entries:
+            entry.frozen = frozen
+            if frozen:  # a prefix is data: graphs that made it are not kept alive through it
+                entry._keys, entry._values = entry._keys.detach(), entry._values.detach()
+
+    def clone(self) -> "KeyValueCache":
+        """A copy that shares no memory with this one."""
+        return self._with(lambda keys: keys.clone(), lambda mask: mask.clone())
+
+    def crop(self, length: int) -> "KeyValueCache":
+        """A copy of the first `length` positions. ValueError when there are fewer."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot crop a cache of {self.length} positions to {length}")
+        return self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
+
+    def expand(self, batch_size: int) -> "KeyValueCache":
+        """A copy with every row repeated so that there are `batch_size` rows (a multiple of the present)."""
+        times, rest = divmod(batch_size, self.batch_size)
+        if rest or times < 1:
+            raise ValueError(f"cannot expand a cache of {self.batch_size} rows to {batch_size}")
+        return self._with(
+            lambda keys: keys.repeat_interleave(times, 0),
+            lambda mask: mask.repeat_interleave(times, 0),
+        )
+
+    def _with(self, on_keys: Any, on_mask: Any) -> "KeyValueCache":
+        entries = [
+            entry.replaced(
+                on_keys(entry.past_keys.transpose(1, 2)), on_keys(entry.past_values.transpose(1, 2))
+            )
+            for entry in self.entries
+        ]
+        mask = None if self._mask is None else on_mask(self._mask)
+        return KeyValueCache(entries, mask, self.frozen)
+
+    def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCache":
+        """A growing cache that continues this one for `batch_size` rows, sharing what is stored."""
+        if self.batch_size not in (1, batch_size):
+            raise ValueError(f"a cache of {self.batch_size} rows cannot continue as {batch_size}")
+        entries = [entry.branch(batch_size, max_len) for entry in self.entries]
+        mask = None if self._mask is None else self._mask.expand(batch_size, -1)
+        return KeyValueCache(entries, mask)
+
+    def nbytes(self) -> int:
+        """Bytes of memory this cache keeps alive."""
+        return sum(entry.nbytes() for entry in self.entries)
+
+    def __repr__(self) -> str:
+        state = "frozen" if self.frozen else "growing"
+        return (
+            f"KeyValueCache({len(self)} layers, {self.batch_size} x {self.length} positions, {state}, "
+            f"{self.nbytes() / 2**20:.1f} MiB)"
+        )
+
+
+TransformerLensKeyValueCache = KeyValueCache
+HookedTransformerKeyValueCache = KeyValueCache
+HookedTransformerKeyValueCacheEntry = KeyValueCacheEntry
+TransformerLensKeyValueCacheEntry = KeyValueCacheEntry

@@ -1,0 +1,622 @@
+"""Finding, reading and writing checkpoints in Hugging Face's format.
+
+    load_pretrained(HookedTransformer, "tiny-lens")      in the box, a folder, or a hub name
+    load_pretrained(HookedTransformer, hf_model=model)   a Hugging Face model in memory
+    save_pretrained(model, "folder")                     for AutoModelForCausalLM.from_pretrained
+    to_hf_state_dict(model)                              the same tensors without a file
+
+Files are read one tensor at a time and memory-mapped: on the CPU, in the file's own dtype, the
+model's parameters *are* the file's pages, so nothing is copied (writing to a parameter copies the
+page, not the file). Do not overwrite such a file in place while the model lives; `save_pretrained`
+replaces files, which is safe.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from transformer_lens_lite.config import HookedTransformerConfig, default_device, parse_dtype
+
+BOXED = {"tiny-lens": Path(__file__).parent / "pretrained" / "tiny_lens"}
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# tokenizer_config.json is missing on purpose: alone it makes no tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_BAR_FROM_BYTES = 10**9
+
+
+def _conversion() -> ModuleType:
+    """The package `weights_conversion`, which is ours although its name does not say so."""
+    try:
+        import weights_conversion
+
+        weights_conversion.Table  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "transformer_lens_lite installs a second package, weights_conversion, but importing "
+            f"it gave something else ({error}). Another distribution or a local file of that name "
+            "hides it: `python -c 'import weights_conversion as w; print(w.__file__)'`"
+        ) from error
+    return weights_conversion
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. FileNotFoundError or ValueError, naming the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, bottomless nesting
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+class _File(Protocol):
+    """One open file of tensors."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _BinFile:
+    """A file of torch.save: unpickled without running code, memory-mapped where it can be."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            tensors = _torch_load(path)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} is not a file of plain tensors, or it is damaged; no code in it was run. "
+                f"{_first_line(error)}"
+            ) from error
+        if not isinstance(tensors, Mapping):
+            raise ValueError(f"{path} holds a {type(tensors).__name__}, not a dict of tensors")
+        self.tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        value = self.tensors[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}, not a tensor")
+        return value.detach()
+
+
+def _torch_load(path: Path) -> Any:
+    with path.open("rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote another, unmappable format
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def _open(path: Path) -> _File:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}, which the index names")
+    if path.suffix != ".safetensors":
+        return _BinFile(path)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); download it again"
+        ) from error
+
+
+# --- sources of tensors -------------------------------------------------------------------------
+
+
+class FolderCheckpoint:
+    """A folder with config.json and weights, opened lazily: `read(name)` touches one tensor.
+
+    Raises:
+        FileNotFoundError: no folder, config, weights, or shard.
+        ValueError: a file that cannot be read, or an index that does not describe its shards.
+    """
+
+    def __init__(self, folder: Path, hf_config: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.where = str(folder / "config.json")
+        self.config = read_json(folder / "config.json") if hf_config is None else dict(hf_config)
+        self._open: dict[Path, _File] = {}
+        self.files = self._find()
+
+    def _find(self) -> dict[str, Path]:
+        """Tensor name -> file."""
+        path = next((self.folder / n for n in WEIGHT_FILES if (self.folder / n).is_file()), None)
+        if path is None:
+            adapter = (self.folder / "adapter_config.json").is_file()
+            hint = " It is a PEFT adapter: merge it into its base model first." if adapter else ""
+            raise FileNotFoundError(f"{self.folder} has none of {', '.join(WEIGHT_FILES)}.{hint}")
+        if path.suffix != ".json":
+            return dict.fromkeys(self._file(path).keys(), path)
+        return self._find_by_index(path)
+
+    def _find_by_index(self, index: Path) -> dict[str, Path]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{index}: {name} is in {file!r}, which is not a file name")
+        files = {name: self.folder / file for name, file in weight_map.items()}
+        for path in sorted(set(files.values())):
+            promised = {name for name, file in files.items() if file == path}
+            if wrong := sorted(promised ^ set(self._file(path).keys())):
+                where = "the index only" if wrong[0] in promised else "the shard only"
+                raise ValueError(f"{index} and {path.name} disagree: {wrong[0]} is in {where}")
+        return files
+
+    def _file(self, path: Path) -> _File:
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path]
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def read(self, name: str) -> Tensor:
+        path = self.files[name]
+        try:
+            return self._file(path).get_tensor(name)
+        except Exception as error:
+            raise ValueError(f"{path}: cannot read {name}: {error}") from error
+
+    def describe(self, name: str) -> str:
+        return str(self.files[name])
+
+    def n_bytes(self) -> int:
+        return sum(path.stat().st_size for path in set(self.files.values()))
+
+
+class ModelCheckpoint:
+    """A Hugging Face model in memory. Its tensors stay its own: they are copied one by one."""
+
+    def __init__(
+        self, hf_model: torch.nn.Module, hf_config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.where = f"the config of the {type(hf_model).__name__}"
+        self.config = dict(hf_config) if hf_config is not None else hf_model.config.to_dict()
+        self.tensors = hf_model.state_dict()
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor.is_meta:
+            raise ValueError(f"{name} of the Hugging Face model is on the meta device: no values")
+        return tensor
+
+    def describe(self, name: str) -> str:
+        return "the Hugging Face model"
+
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+Checkpoint = FolderCheckpoint | ModelCheckpoint
+
+
+def open_checkpoint(
+    name: str | os.PathLike[str] | None,
+    hf_model: torch.nn.Module | None = None,
+    hf_config: Any = None,
+    revision: str | None = None,
+) -> Checkpoint:
+    """A model in the box, a local folder, a Hugging Face model, or a hub name, in this order.
+
+    `hf_config` (a dict or a Hugging Face config) replaces the checkpoint's own.
+    """
+    if hf_config is not None and not isinstance(hf_config, Mapping):
+        hf_config = hf_config.to_dict()
+    if hf_model is not None:
+        return ModelCheckpoint(hf_model, hf_config)
+    if name is None:
+        raise ValueError("give the name or the folder of a model, or hf_model=")
+    return FolderCheckpoint(_folder(name, revision), hf_config)
+
+
+def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
+    """The local folder of a model, downloading it if it is a hub name."""
+    local = _local_folder(name)
+    if local is not None:
+        return local
+    text = os.fspath(name)
+    if isinstance(name, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        is_file = Path(text).expanduser().exists()
+        raise FileNotFoundError(
+            f"{text} {'is a file; give its folder' if is_file else 'does not exist'}"
+        )
+    return _download(text, revision)
+
+
+def _local_folder(name: str | os.PathLike[str]) -> Path | None:
+    if isinstance(name, str) and name in BOXED:
+        return BOXED[name]
+    path = Path(name).expanduser()
+    return path if path.is_dir() else None
+
+
+# --- the hub ------------------------------------------------------------------------------------
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Fetch config and weights into the hub's cache; the folder they are in.
+
+    Raises:
+        FileNotFoundError: no such model, no access, no network, or no weights in a format we read.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(name, file, revision=revision))
+
+    try:
+        folder = fetch("config.json").parent
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        raise FileNotFoundError(_why_not(name, error)) from error
+    for file in WEIGHT_FILES:
+        try:
+            path = fetch(file)
+        except EntryNotFoundError:
+            continue
+        if path.suffix == ".json":
+            _fetch_shards(name, path, fetch)
+        return folder
+    raise FileNotFoundError(
+        f"the hub (or its local cache) has none of {', '.join(WEIGHT_FILES)} for {name!r}"
+    )
+
+
+def _fetch_shards(name: str, index: Path, fetch: Callable[[str], Path]) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    weight_map = read_json(index).get("weight_map")
+    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    for shard in sorted(str(shard) for shard in shards):
+        try:
+            fetch(shard)
+        except (OSError, ValueError, EntryNotFoundError) as error:
+            raise FileNotFoundError(f"{name!r}: cannot get the shard {shard}: {error}") from error
+
+
+def _why_not(name: str, error: Exception) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub import errors as hub
+
+    known = f"{name!r} is no folder here and none of the models in the box ({', '.join(BOXED)})"
+    if isinstance(error, hub.GatedRepoError):
+        return (
+            f"{name!r} is gated: accept its terms on the hub and log in (hf auth login, HF_TOKEN)"
+        )
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{known}; the hub has no such model (or it is private and you are not logged in)"
+    if isinstance(error, hub.LocalEntryNotFoundError):
+        mode = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"{known}; {mode}, and it is not in the local cache"
+    return f"{known}; the hub says: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer of a folder or hub name, or None where there is none.
+
+    Raises:
+        ValueError: a folder has tokenizer files, but they cannot be read.
+    """
+    folder = _local_folder(source)
+    if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    where = os.fspath(source) if folder is None else str(folder)
+    try:
+        return AutoTokenizer.from_pretrained(
+            where, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        if folder is None:  # not on the hub, or no network: text is then simply not available
+            return None
+        raise ValueError(
+            f"the tokenizer files in {folder} cannot be read ({error}); pass tokenizer="
+        ) from error
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+class _Delivered:
+    """A checkpoint whose tensors arrive on a device, in a dtype, and as copies of a live model's."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.target = {"device": device, "dtype": dtype}
+        self.names, self.describe = checkpoint.names, checkpoint.describe
+
+    def read(self, name: str) -> Float[Tensor, "..."]:
+        tensor = self.checkpoint.read(name)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{self.describe(name)}: {name} is {tensor.dtype}; quantised weights are not "
+                "supported"
+            )
+        delivered = tensor.to(**self.target)
+        borrowed = isinstance(self.checkpoint, ModelCheckpoint) and delivered is tensor
+        return delivered.clone() if borrowed else delivered
+
+    def same(self, name: str, other: str) -> bool:
+        a, b = self.checkpoint.read(name), self.checkpoint.read(other)
+        return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+
+
+@torch.no_grad()
+def load_pretrained(
+    cls: Any,
+    model_name: str | os.PathLike[str] | None = None,
+    *,
+    hf_model: torch.nn.Module | None = None,
+    hf_config: Any = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = torch.float32,
+    n_ctx: int | None = None,
+    first_n_layers: int | None = None,
+    tokenizer: Any = None,
+    default_padding_side: str | None = None,
+    default_prepend_bos: bool | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    move_to_device: bool = True,
+) -> Any:
+    """A model of class `cls` with the weights of a checkpoint, exactly as they are.
+
+    model_name: "tiny-lens", a folder with config.json and weights, or a name on the hub. With
+        `hf_model` it only says where the tokenizer is.
+    n_ctx: another context length than the checkpoint's. Learned positions can only become fewer.
+    first_n_layers: build, and read, only these.
+    tokenizer: default: the checkpoint's, if it has one.
+    move_to_device: False leaves the weights on the CPU.
+
+    Raises:
+        FileNotFoundError: no such model, or a file of it is missing.
+        ValueError: a checkpoint or config that is damaged, unsupported, or not wholly understood.
+    """
+    checkpoint = open_checkpoint(model_name, hf_model, hf_config, revision)
+    overrides: dict[str, Any] = {
+        "device": default_device() if device is None else device,
+        "dtype": parse_dtype(dtype),
+        "model_name": _display_name(model_name, checkpoint),
+        "init_weights": False,
+    }
+    if default_prepend_bos is not None:
+        overrides["default_prepend_bos"] = default_prepend_bos
+    cfg, table = _understand(checkpoint, first_n_layers, overrides)
+    target = torch.device(cfg.device if move_to_device else "cpu")
+    state = _read_state(table, _Delivered(checkpoint, target, cfg.dtype), checkpoint.n_bytes())
+    _set_context(cfg, state, n_ctx)
+    if tokenizer is None and model_name is not None:
+        tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
+    with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
+        model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+    _assign(model, state, table)
+    model.checkpoint_config = copy.deepcopy(checkpoint.config)
+    return model
+
+
+def _understand(
+    checkpoint: Checkpoint, first_n_layers: int | None, overrides: dict[str, Any]
+) -> tuple[HookedTransformerConfig, Any]:
+    """The native config of a checkpoint and the table that converts its tensors."""
+    conversion = _conversion()
+    architecture = conversion.architecture_for(checkpoint.config)
+    reading = architecture.reading(checkpoint.config, checkpoint.where)
+    whole = architecture.read(reading, **overrides)
+    if whole.n_layers > len(checkpoint.names()):  # before anything is as long as that number says
+        raise ValueError(
+            f"{checkpoint.where} speaks of {whole.n_layers} layers, but the checkpoint has only "
+            f"{len(checkpoint.names())} tensors"
+        )
+    cfg = whole if first_n_layers is None else conversion.first_layers(whole, first_n_layers)
+    return cfg, conversion.Table(architecture, cfg, reading, whole.n_layers)
+
+
+def _display_name(model_name: str | os.PathLike[str] | None, checkpoint: Checkpoint) -> str:
+    if model_name is not None:
+        return os.fspath(model_name)
+    return str(checkpoint.config.get("_name_or_path") or "custom")
+
+
+def _read_state(table: Any, source: _Delivered, n_bytes: int) -> dict[str, Float[Tensor, "..."]]:
+    state = dict(_with_bar(table.to_native(source), table.n_native, n_bytes))
+    for name, shape in table.zeros.items():
+        state[name] = torch.zeros(shape, **source.target)
+    return state
+
+
+def _with_bar(items: Iterator[Any], total: int, n_bytes: int) -> Iterable[Any]:
+    if n_bytes < _BAR_FROM_BYTES or not sys.stderr.isatty():
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, desc="reading weights", total=total, leave=False)
+
+
+def _set_context(
+    cfg: HookedTransformerConfig, state: dict[str, Float[Tensor, "..."]], n_ctx: int | None
+) -> None:
+    """Change the context length; learned positions beyond it are left out of sight."""
+    if n_ctx is None:
+        return
+    if isinstance(n_ctx, bool) or n_ctx < 1:
+        raise ValueError(f"n_ctx must be a positive integer, got {n_ctx!r}")
+    if "pos_embed.W_pos" in state:
+        if n_ctx > cfg.n_ctx:
+            raise ValueError(
+                f"n_ctx={n_ctx}, but the checkpoint has learned positions for only {cfg.n_ctx}"
+            )
+        state["pos_embed.W_pos"] = state["pos_embed.W_pos"][:n_ctx]
+    cfg.n_ctx = n_ctx
+
+
+def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], table: Any) -> None:
+    """Put the tensors themselves into the model: strides and storage stay what they are."""
+    tied = {row.native for row in table.tied}
+    expected = set(model.state_dict()) - tied
+    if expected != set(state):
+        nowhere, unfilled = sorted(set(state) - expected), sorted(expected - set(state))
+        raise ValueError(
+            f"the {table.architecture.model_type} table and the model disagree: rows fill "
+            f"{nowhere}, which the model lacks; no row fills {unfilled}"
+        )
+    model.load_state_dict(state, strict=True, assign=True)
+    for name in table.zeros:
+        model.get_parameter(name).requires_grad_(False)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if left:
+        raise ValueError(f"not loaded and without values: {left}")
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+def _export(model: Any) -> tuple[dict[str, Any], Any]:
+    """The Hugging Face config of a model, and its table."""
+    cfg = model.cfg
+    if cfg.normalization_type in ("LNPre", "RMSPre"):
+        raise ValueError(
+            "the norm weights of this model were folded into the next matrices (fold_ln), which a "
+            "Hugging Face checkpoint cannot express; load it with from_pretrained_no_processing"
+        )
+    state = model.state_dict()
+
+    def needs(name: str) -> bool:
+        layers = range(cfg.n_layers) if "{i}" in name else range(1)
+        tensors = (state.get(name.replace("{i}", str(i))) for i in layers)
+        return any(tensor is not None and bool(tensor.any()) for tensor in tensors)
+
+    conversion = _conversion()
+    original = getattr(model, "checkpoint_config", None)
+    architecture, config = conversion.export_config(cfg, needs, original)
+    return config, conversion.Table(architecture, cfg, architecture.reading(config))
+
+
+def to_hf_state_dict(model: Any) -> dict[str, Float[Tensor, "..."]]:
+    """The model's weights by Hugging Face's names and shapes, for `hf_model.load_state_dict`.
+
+    Bit for bit what was loaded, contiguous, detached; where no copy is needed the model's own
+    memory. The head of a tied model is the embedding itself.
+
+    Raises:
+        ValueError: something in the model has no place in a checkpoint of its family.
+    """
+    _, table = _export(model)
+    return table.to_hf(model.state_dict())
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a folder that Hugging Face's AutoModelForCausalLM (and `load_pretrained`) can load.
+
+    Files appear under their names only once they are complete, so saving into the folder that the
+    weights are memory-mapped from is safe.
+
+    Raises:
+        ValueError: something in the model has no place in a checkpoint of its family.
+    """
+    config, table = _export(model)
+    tensors = table.to_hf(model.state_dict())
+    for row in table.tied:
+        del tensors[row.hf]
+    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    config = {name: value for name, value in config.items() if name != "dtype"}
+    config["torch_dtype"] = str(model.cfg.dtype).removeprefix("torch.")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with _replacing(target) as new_file:
+        written = _write_weights(tensors, new_file, max_shard_size)
+        _write_json(new_file("config.json"), config)
+    for old in [*target.glob("model*.safetensors"), target / "model.safetensors.index.json"]:
+        if old.name not in written:  # of an earlier save; Hugging Face could take it for ours
+            old.unlink(missing_ok=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+
+
+def _write_weights(
+    tensors: dict[str, Float[Tensor, "..."]],
+    new_file: Callable[[str], Path],
+    max_shard_size: int | str,
+) -> set[str]:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name] for name in names}
+        save_file(shard, new_file(file), metadata={"format": "pt"})
+    written = set(split.filename_to_tensors)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(new_file("model.safetensors.index.json"), index)
+        written.add("model.safetensors.index.json")
+    return written
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2, sort_keys=True, default=str)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Files written under temporary names, all moved into place at the end, or all removed."""
+    moves: dict[Path, Path] = {}
+
+    def new_file(name: str) -> Path:
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
+        moves[temporary] = folder / name
+        return temporary
+
+    try:
+        yield new_file
+        for temporary, final in moves.items():
+            os.replace(temporary, final)
+    finally:
+        for temporary in moves:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,435 @@
+"""HookedTransformer: a decoder whose every intermediate value has a name."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from transformer_lens_lite.activations import ActivationCache
+from transformer_lens_lite.components.block import build_block
+from transformer_lens_lite.components.context import ForwardContext
+from transformer_lens_lite.components.embed import Embed, PosEmbed, Unembed, build_unembed
+from transformer_lens_lite.components.norm import build_norm
+from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.hooks import HookPoint
+from transformer_lens_lite.initialisation import initialise
+from transformer_lens_lite.kv_cache import KeyValueCache
+from transformer_lens_lite.text import TextMethods
+from transformer_lens_lite.tokens import is_text
+from transformer_lens_lite.utils import lm_cross_entropy_loss
+
+RETURN_TYPES = ("logits", "loss", "both", None)
+# optional hook points a blanket capture includes when the flag is on
+FLAG_OF_OPTIONAL_POINT = {
+    "hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_attn_in": "use_attn_in",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_tokens": "use_hook_tokens",
+}
+
+Logits = Float[Tensor, "batch pos d_vocab_out"]
+Loss = Float[Tensor, ""] | Float[Tensor, "batch next_pos"]
+Residual = Float[Tensor, "batch pos d_model"]
+Input = str | list[str] | Tensor
+
+
+class Output(NamedTuple):
+    """What `return_type="both"` returns."""
+
+    logits: Tensor
+    loss: Tensor
+
+
+class HookedTransformer(TextMethods):
+    """A transformer decoder built from a `HookedTransformerConfig`.
+
+        model = HookedTransformer.from_pretrained("tiny-lens")
+        logits, cache = model.run_with_cache("When Mary and John went to the store,")
+        cache["pattern", 1]                                    # [batch, head, pos, key_pos]
+
+    Args:
+        cfg: a config, or a dict of its fields.
+        tokenizer: a transformers tokenizer; it is copied, never changed. Needed for text only.
+        move_to_device: put the model on `cfg.device`.
+        default_padding_side: "left" or "right", for lists of texts.
+    """
+
+    def __init__(
+        self,
+        cfg: HookedTransformerConfig | dict[str, Any],
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        default_padding_side: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(cfg, HookedTransformerConfig | dict):
+            raise ValueError(
+                f"cfg must be a HookedTransformerConfig or a dict, got {type(cfg).__name__}; to load a "
+                "checkpoint by name use HookedTransformer.from_pretrained(name)"
+            )
+        self.cfg = HookedTransformerConfig.unwrap(cfg)
+        self.set_tokenizer(tokenizer, default_padding_side)
+        self._vocabulary_from_tokenizer()
+        # what a loaded checkpoint's config said, for writing it back; None for models made here
+        self.checkpoint_config: dict[str, Any] | None = None
+        self._build()
+        if self.cfg.init_weights:
+            self.init_weights()
+        assert isinstance(self.cfg.dtype, torch.dtype)
+        super().to(self.cfg.dtype)
+        if move_to_device and self.cfg.device is not None:
+            super().to(self.cfg.device)
+        self.setup()
+
+    def _vocabulary_from_tokenizer(self) -> None:
+        if self.cfg.d_vocab == -1:
+            if self.tokenizer is None:
+                raise ValueError("d_vocab is not given and there is no tokenizer to take it from")
+            self.cfg.d_vocab = self.text.d_vocab
+        if self.cfg.d_vocab_out == -1:
+            self.cfg.d_vocab_out = self.cfg.d_vocab
+
+    def _build(self) -> None:
+        cfg = self.cfg
+        self.hook_tokens = HookPoint(optional=True)  # [batch, pos], ids
+        self.embed = Embed(cfg)
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        if cfg.positional_embedding_type in ("standard", "shortformer"):
+            self.pos_embed = PosEmbed(cfg)
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList(build_block(cfg, spec) for spec in cfg.block_specs())
+        self.ln_final = build_norm(cfg.final_norm_spec())
+        self.unembed = build_unembed(cfg, self.embed)
+
+    def init_weights(self) -> None:
+        """Draw fresh weights by `cfg.init_mode`."""
+        initialise(self.cfg, self.named_parameters())
+
+    # -- the forward pass --
+
+    def forward(
+        self,
+        input: Input,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        start_at_layer: int | None = None,
+        tokens: Int[Tensor, "batch pos"] | None = None,
+        shortformer_pos_embed: Float[Tensor, "row pos d_model"] | None = None,
+        attention_mask: Int[Tensor, "batch key_pos"] | None = None,
+        stop_at_layer: int | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+    ) -> Logits | Loss | Output | Residual | None:
+        """Run the model.
+
+        Args:
+            input: a text, a list of texts, token ids [pos] or [batch, pos]; with `start_at_layer` the
+                residual stream [batch, pos, d_model] that enters that layer.
+            return_type: "logits" [batch, pos, d_vocab_out]; "loss", the mean next-token
+                cross-entropy in nats over real tokens; "both"; or None, for the hooks' sake only.
+            loss_per_token: loss as [batch, pos - 1].
+            tokens: the ids behind a residual input, needed for its loss.
+            attention_mask: 0 for padding; [batch, pos], or [batch, past + pos] with a cache.
+            start_at_layer, stop_at_layer: run only these blocks, the second excluded; negative
+                numbers count from the end. With `stop_at_layer` the residual stream is returned.
+            past_kv_cache: what came before; appended to, unless it is frozen.
+        Raises:
+            ValueError: too long an input, ids outside the vocabulary, a mask or a cache that does not
+                fit, an unknown `return_type`, text without a tokenizer. Nothing was run then.
+        """
+        if return_type not in RETURN_TYPES:
+            raise ValueError(f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}")
+        layers = self._layer_range(start_at_layer, stop_at_layer)
+        if start_at_layer is None:
+            tokens, attention_mask = self._tokens_and_mask(
+                input, prepend_bos, padding_side, attention_mask
+            )
+        else:
+            self._check_residual(input, tokens, return_type if stop_at_layer is None else None)
+        start = tokens if start_at_layer is None else input
+        context = self._context(start, layers, attention_mask, past_kv_cache)
+
+        residual = self._embedded(tokens, context) if start_at_layer is None else input
+        self._add_shortformer_positions(context, shortformer_pos_embed)
+        for block in itertools.islice(self.blocks, layers.start, layers.stop):
+            residual = block(residual, context)
+        context.commit(layers)
+        if stop_at_layer is not None:
+            return residual
+        residual = self.ln_final(residual)
+        if return_type is None:
+            return None
+        logits = self._logits(residual)
+        if return_type == "logits":
+            return logits
+        loss = self.loss_fn(logits, tokens, context.new_tokens_mask, loss_per_token)
+        return loss if return_type == "loss" else Output(logits, loss)
+
+    def _logits(self, residual: Residual) -> Logits:
+        logits = self.unembed(residual)
+        if self.cfg.logit_scale != 1.0:
+            logits = logits * self.cfg.logit_scale
+        cap = self.cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def _embedded(self, tokens: Int[Tensor, "batch pos"], context: ForwardContext) -> Residual:
+        residual = self.hook_embed(self.embed(self.hook_tokens(tokens)))
+        if self.cfg.positional_embedding_type == "standard":
+            residual = residual + self._positions(context)
+        return residual
+
+    def _positions(self, context: ForwardContext) -> Float[Tensor, "batch pos d_model"]:
+        embedded = self.pos_embed(context.positions, context.new_tokens_mask)
+        return self.hook_pos_embed(embedded.expand(context.batch, -1, -1))
+
+    def _add_shortformer_positions(self, context: ForwardContext, given: Tensor | None) -> None:
+        """Shortformer (arXiv 2012.15832): positions join queries and keys in every layer instead."""
+        if self.cfg.positional_embedding_type == "shortformer":
+            context.shortformer_pos_embed = self._positions(context) if given is None else given
+
+    def loss_fn(
+        self,
+        logits: Logits,
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        per_token: bool = False,
+    ) -> Loss:
+        """Next-token cross-entropy; see `utils.lm_cross_entropy_loss`."""
+        return lm_cross_entropy_loss(logits, tokens, attention_mask, per_token)
+
+    # -- what a forward pass needs to know first --
+
+    def _layer_range(self, start: int | None, stop: int | None) -> range:
+        n = self.cfg.n_layers
+        numbers = []
+        for name, number, default in (("start_at_layer", start, 0), ("stop_at_layer", stop, n)):
+            value = default if number is None else number + n if number < 0 else number
+            if not 0 <= value <= n:
+                raise ValueError(f"{name}={number} is outside a model of {n} layers")
+            numbers.append(value)
+        return range(*numbers)
+
+    def _tokens_and_mask(
+        self,
+        input: Input,
+        prepend_bos: bool | None,
+        padding_side: str | None,
+        attention_mask: Tensor | None,
+    ) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
+        """Ids [batch, pos], and the mask: as given, of the padding put here, or of left padding."""
+        device = self.embed.W_E.device
+        if is_text(input):
+            tokens, made = self._text().encode_batch(input, prepend_bos, padding_side)
+            tokens = tokens.to(device)
+            mask = made.to(device) if attention_mask is None else attention_mask
+            return tokens, mask
+        tokens = self._checked_tokens(input).to(device)
+        if attention_mask is None and self.tokenizer is not None and len(tokens) > 0:
+            if self.text.side(padding_side) == "left":
+                attention_mask = self._text().attention_mask(tokens, "left", prepend_bos)
+        return tokens, attention_mask
+
+    def _checked_tokens(self, tokens: Any) -> Int[Tensor, "batch pos"]:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(
+                f"input must be a text, a list of texts or a tensor of ids, got {type(tokens).__name__}"
+            )
+        if tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.complex64):
+            raise ValueError(
+                f"token ids must be integers, got {tokens.dtype}; a residual stream needs start_at_layer"
+            )
+        if tokens.ndim not in (1, 2):
+            raise ValueError(f"token ids must be [pos] or [batch, pos], got {list(tokens.shape)}")
+        return tokens if tokens.ndim == 2 else tokens[None]
+
+    def _check_residual(self, residual: Any, tokens: Tensor | None, return_type: str | None) -> None:
+        d_model = self.cfg.d_model
+        if not isinstance(residual, Tensor) or not residual.is_floating_point():
+            raise ValueError("with start_at_layer the input is a residual stream, a floating tensor")
+        if residual.ndim != 3 or residual.shape[-1] != d_model:
+            raise ValueError(
+                f"the residual stream must be [batch, pos, {d_model}], got {list(residual.shape)}"
+            )
+        if return_type in ("loss", "both") and tokens is None:
+            raise ValueError("a loss with start_at_layer needs tokens=, the ids behind the input")
+
+    def _context(
+        self,
+        start: Tensor,
+        layers: range,
+        attention_mask: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> ForwardContext:
+        """Check length, mask and cache of this forward, and gather them for the layers."""
+        batch, n_new = start.shape[:2]
+        past = self._past_length(cache, layers, batch, n_new)
+        mask = self._joined_mask(attention_mask, batch, n_new, past, cache)
+        self._check_length(past + n_new, mask)
+        return ForwardContext(
+            batch, n_new, start.device, self.embed.W_E.dtype, past, mask, cache
+        )
+
+    def _past_length(
+        self, cache: KeyValueCache | None, layers: range, batch: int, n_new: int
+    ) -> int:
+        if cache is None:
+            return 0
+        if not isinstance(cache, KeyValueCache):
+            raise ValueError(f"past_kv_cache must be a KeyValueCache, got {type(cache).__name__}")
+        if len(cache) != self.cfg.n_layers:
+            raise ValueError(f"the cache has {len(cache)} layers, the model {self.cfg.n_layers}")
+        lengths = {cache[layer].length for layer in layers}
+        if len(lengths) > 1:
+            raise ValueError(f"the cache holds different lengths in different layers: {lengths}")
+        for layer in layers:
+            cache[layer].check_batch(batch)
+            cache[layer].check_room(n_new)
+        return lengths.pop() if lengths else cache.length
+
+    def _joined_mask(
+        self,
+        mask: Tensor | None,
+        batch: int,
+        n_new: int,
+        past: int,
+        cache: KeyValueCache | None,
+    ) -> Int[Tensor, "batch key_pos"] | None:
+        """[batch, past + pos], or None when no position is padding."""
+        before = None if cache is None else cache.padding
+        if mask is None:
+            if before is None:
+                return None
+            mask = torch.ones(batch, n_new, dtype=torch.long, device=before.device)
+        mask = self._checked_mask(mask, batch, n_new, past)
+        if mask.shape[1] == n_new and past > 0:
+            if before is None:
+                before = mask.new_ones(1, past)
+            mask = torch.cat((before[:, :past].expand(batch, -1).to(mask), mask), 1)
+        # all ones is no mask, and keeps the fast path; the test would break a compiled graph
+        if not torch.compiler.is_compiling() and bool(mask.all()):
+            return None
+        return mask
+
+    def _checked_mask(
+        self, mask: Any, batch: int, n_new: int, past: int
+    ) -> Int[Tensor, "batch key_pos"]:
+        allowed = [[batch, n_new]] + ([[batch, past + n_new]] if past else [])
+        if not isinstance(mask, Tensor) or list(mask.shape) not in allowed:
+            got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got {got}"
+            )
+        return mask.to(device=self.embed.W_E.device, dtype=torch.long)
+
+    def _check_length(self, length: int, mask: Tensor | None) -> None:
+        if self.cfg.positional_embedding_type in ("alibi", "none") or length <= self.cfg.n_ctx:
+            return
+        longest = length if mask is None else int(mask.sum(1).max())
+        if longest > self.cfg.n_ctx:
+            raise ValueError(
+                f"the input reaches {longest} positions, but this model has n_ctx={self.cfg.n_ctx}"
+            )
+
+    def input_to_embed(
+        self,
+        input: Input,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+    ) -> tuple[Residual, Int[Tensor, "batch pos"], Tensor | None, Tensor | None]:
+        """What enters the first block: (residual, tokens, shortformer_pos_embed, attention_mask)."""
+        tokens, mask = self._tokens_and_mask(input, prepend_bos, padding_side, attention_mask)
+        context = self._context(tokens, range(self.cfg.n_layers), mask, past_kv_cache)
+        residual = self._embedded(tokens, context)
+        self._add_shortformer_positions(context, None)
+        return residual, tokens, context.shortformer_pos_embed, context.attention_mask
+
+    # -- capturing --
+
+    def wants_optional(self, name: str) -> bool:
+        return bool(getattr(self.cfg, FLAG_OF_OPTIONAL_POINT[name.rsplit(".", 1)[-1]], False))
+
+    def run_with_cache(  # type: ignore[override]
+        self,
+        *model_args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """One forward and its activations, as an `ActivationCache` or, if asked, a plain dict.
+
+        Takes the arguments of `forward` and of `HookedRootModule.run_with_cache`.
+        """
+        out, cache = super().run_with_cache(*model_args, remove_batch_dim=remove_batch_dim, **kwargs)
+        if return_cache_object:
+            cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        return out, cache
+
+    # -- flags that may be set at run time --
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Whether a blanket capture includes each head's result."""
+        self.cfg.use_attn_result = use_attn_result
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Whether a blanket capture includes the inputs of queries, keys and values by head."""
+        self.cfg.use_split_qkv_input = use_split_qkv_input
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Whether a blanket capture includes the MLP's input before its norm."""
+        if self.cfg.attn_only:
+            raise ValueError("an attention-only model has no hook_mlp_in")
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Whether a blanket capture includes attention's input by head."""
+        grouped = self.cfg.n_key_value_heads not in (None, self.cfg.n_heads)
+        if use_attn_in and grouped and not self.cfg.ungroup_grouped_query_attention:
+            raise ValueError("hook_attn_in needs as many key as query heads; ungroup them first")
+        self.cfg.use_attn_in = use_attn_in
+
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Whether keys and values are computed once per query head."""
+        self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
+
+    # -- weights as a whole --
+
+    def untie(self) -> None:
+        """Give a tied model an unembedding weight of its own, equal to what it shared."""
+        if not self.cfg.tie_word_embeddings:
+            return
+        self.cfg.tie_word_embeddings = False
+        shared = self.unembed
+        own = Unembed(self.cfg)
+        own.W_U = nn.Parameter(shared.W_U.detach().T.clone().T)
+        own.b_U, own.hook_in, own.hook_out = shared.b_U, shared.hook_in, shared.hook_out
+        self.unembed = own
+        self.setup()
+
+    def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> "HookedTransformer":
+        """Move or convert the model in place, as nn.Module.to; `cfg` follows."""
+        super().to(*args, **kwargs)
+        self.cfg.device = str(self.embed.W_E.device)
+        self.cfg.dtype = self.embed.W_E.dtype
+        if print_details:
+            print(f"The model is on {self.cfg.device}, in {self.cfg.dtype}")
+        return self
+
+    def cuda(self, device: Any = None) -> "HookedTransformer":
+        """Move to a GPU."""
+        return self.to("cuda" if device is None else torch.device("cuda", device))
+
+    def cpu(self) -> "HookedTransformer":
+        """Move to the CPU."""
+        return self.to("cpu")
+
+    def mps(self) -> "HookedTransformer":
+        """Move to Apple's GPU."""
+        return self.to("mps")

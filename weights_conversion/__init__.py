@@ -1,0 +1,146 @@
+"""Checkpoints of other libraries as two-way tables: one small file per family, one engine.
+
+architecture_for(hf_config)                     which family a Hugging Face config belongs to
+register_architecture("my_type", architecture)  teach it another one
+export_config(cfg, needs, original)             the Hugging Face config of a native model
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformer_lens_lite.config import HookedTransformerConfig, closest
+from weights_conversion.fields import Reading
+from weights_conversion.gpt2 import GPT2
+from weights_conversion.llama import LLAMA
+from weights_conversion.table import (
+    Architecture,
+    Map,
+    Table,
+    TensorSource,
+    Tied,
+    Zeros,
+    differences,
+    first_layers,
+    natives_of,
+)
+
+__all__ = [
+    "Architecture",
+    "Map",
+    "Reading",
+    "Table",
+    "TensorSource",
+    "Tied",
+    "Zeros",
+    "architecture_for",
+    "differences",
+    "export_config",
+    "first_layers",
+    "register_architecture",
+    "supported",
+]
+
+_REGISTRY: dict[str, Architecture] = {family.model_type: family for family in (GPT2, LLAMA)}
+
+
+def supported() -> list[str]:
+    """The `model_type`s that can be converted."""
+    return sorted(_REGISTRY)
+
+
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Make configs of this `model_type` loadable. A second registration replaces the first."""
+    _REGISTRY[model_type] = architecture
+
+
+def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
+    """The family of a Hugging Face config, given as the dict in its config.json.
+
+    Raises:
+        ValueError: no `model_type`, an unsupported one, an encoder-decoder, quantised weights.
+    """
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ValueError(
+            f"the config has no model_type, so its family is unknown; supported: {supported()}"
+        )
+    if hf_config.get("is_encoder_decoder"):
+        raise ValueError(f"{model_type!r} is an encoder-decoder; only decoders are supported")
+    for name in ("quantization_config", "compression_config"):
+        if hf_config.get(name):
+            raise ValueError(f"the config has {name}: quantised weights are not supported")
+    if model_type not in _REGISTRY:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported.{closest(model_type, _REGISTRY)} "
+            f"Supported: {supported()}; weights_conversion.register_architecture adds others"
+        )
+    return _REGISTRY[model_type]
+
+
+def export_config(
+    cfg: HookedTransformerConfig,
+    needs: Callable[[str], bool],
+    original: Mapping[str, Any] | None = None,
+) -> tuple[Architecture, dict[str, Any]]:
+    """The family and the Hugging Face config that describe a native model.
+
+    A model that came from a checkpoint keeps that checkpoint's config as long as it says what
+    `cfg` says; fields are rewritten only after a change (fewer layers, another n_ctx, an untied
+    head). For a model that was built natively the families are tried in turn.
+
+    `needs`: whether a native parameter, named with `{i}`, has to have a place in the checkpoint.
+
+    Raises:
+        ValueError: no config says what `cfg` does; the message names what is in the way.
+    """
+    if original is not None:
+        architecture = architecture_for(original)
+        return architecture, _updated(architecture, cfg, needs, original)
+    reasons = []
+    for architecture in _candidates(cfg.original_architecture):
+        try:
+            return architecture, _written(architecture, cfg, needs, {})
+        except ValueError as error:
+            reasons.append(f"{architecture.model_type}: {error}")
+    raise ValueError("no Hugging Face config describes this model. " + "; ".join(reasons))
+
+
+def _candidates(hf_class: str | None) -> list[Architecture]:
+    named = [family for family in _REGISTRY.values() if family.hf_class == hf_class]
+    return named or list(_REGISTRY.values())
+
+
+def _updated(
+    architecture: Architecture,
+    cfg: HookedTransformerConfig,
+    needs: Callable[[str], bool],
+    original: Mapping[str, Any],
+) -> dict[str, Any]:
+    reading = architecture.reading(original)
+    before = architecture.read(reading)
+    if not differences(cfg, before) and cfg.n_ctx == before.n_ctx:
+        return dict(original)
+    rows = architecture.rows(before, reading)
+    had = {name for row in rows if isinstance(row, Map) for name in natives_of(row)}
+    kept = {name: value for name, value in reading.config.items() if name not in reading.names_read}
+    kept["architectures"] = original.get("architectures")
+    return _written(architecture, cfg, lambda name: name in had or needs(name), kept)
+
+
+def _written(
+    architecture: Architecture,
+    cfg: HookedTransformerConfig,
+    needs: Callable[[str], bool],
+    kept: Mapping[str, Any],
+) -> dict[str, Any]:
+    config = {
+        "architectures": [architecture.hf_class],
+        **kept,
+        "model_type": architecture.model_type,
+        **architecture.write_config(cfg, needs),
+    }
+    lost = differences(cfg, architecture.read(architecture.reading(config)))
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ValueError(f"has no place for {', '.join(lost[:3])}{more}")
+    return config

@@ -1,0 +1,342 @@
+"""Reading a Hugging Face config: typed, every read recorded, the rest refused by name.
+
+`Reading` is the only way a family looks at a config, so a field that nobody looked at is known at
+the end. Both spellings of rotary positions (transformers 4 and 5) are read by `rope`.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transformer_lens_lite.config import ACTIVATIONS, HookedTransformerConfig, closest
+
+_REQUIRED: Any = object()
+_OFF: tuple[Any, ...] = (None, False, [], {})  # what a field holds when its feature is not used
+
+
+def because(reason: str, names: str) -> dict[str, str]:
+    """{name: reason} for several names that share one."""
+    return dict.fromkeys(names.split(), reason)
+
+
+# Fields that change no logit of a causal model, and why. Families add their own.
+COSMETIC = {
+    **because(
+        "says where the model came from",
+        "model_type architectures _name_or_path name_or_path transformers_version auto_map "
+        "tokenizer_class _commit_hash unsloth_version unsloth_fixed is_llama_config",
+    ),
+    **because(
+        "how Hugging Face computes or stores the same numbers",
+        "dtype torch_dtype use_bfloat16 torchscript pretraining_tp tf_legacy_loss "
+        "attn_implementation _attn_implementation _attn_implementation_autoset "
+        "_attn_implementation_internal _experts_implementation _experts_implementation_internal "
+        "gradient_checkpointing chunk_size_feed_forward use_cache is_decoder",
+    ),
+    **because(
+        "what Hugging Face's forward returns",
+        "output_hidden_states output_attentions return_dict return_dict_in_generate "
+        "output_scores tie_last_hidden_states",
+    ),
+    **because(
+        "belongs to the tokenizer",
+        "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id mask_token_id "
+        "decoder_start_token_id prefix",
+    ),
+    **because(
+        "belongs to generation, not to the forward pass",
+        "max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+        "forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
+        "begin_suppress_tokens exponential_decay_length_penalty",
+    ),
+    **because(
+        "only matters for training: initial weights and dropout",
+        "initializer_range attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout "
+        "summary_first_dropout",
+    ),
+    **because(
+        "belongs to heads and models other than the causal language model",
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+        "summary_type summary_use_proj summary_activation summary_proj_to_labels "
+        "tie_encoder_decoder cross_attention_hidden_size",
+    ),
+}
+
+# Hugging Face's name of an activation -> ours. Names that are equal need no line.
+ACTIVATION_NAMES = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_new",  # the same formula
+    **{
+        name: name
+        for name in ACTIVATIONS
+        # solu has no Hugging Face name; xielu has parameters, which no family here maps
+        if not name.startswith(("solu", "xielu"))
+    },
+}
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class Reading:
+    """One Hugging Face config being read: `reading.size("hidden_size")`.
+
+    A missing field, or one that holds null, takes the default, as in Hugging Face's classes; a
+    value of another type than asked for is a ValueError that names the field.
+
+    `aliases` maps another spelling of a name to the one the family reads.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        where: str = "the config",
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        renamed = {(aliases or {}).get(name, name): value for name, value in config.items()}
+        # The family's own spelling wins over an alias, whatever the order in the file.
+        self.config = {**renamed, **{n: v for n, v in config.items() if n in renamed}}
+        self.where = where
+        self.names_read: set[str] = set()
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        """The value as it is, a copy."""
+        self.names_read.add(name)
+        value = self.config.get(name)
+        return copy.deepcopy(default if value is None else value)
+
+    def _typed(self, name: str, default: Any, what: str, accepts: Callable[[Any], bool]) -> Any:
+        value = self.raw(name, default)
+        if value is _REQUIRED or (value is None and default is _REQUIRED):
+            raise ValueError(f"{self.where} has no {name!r}, which must be {what}")
+        if value is not None and not accepts(value):
+            raise ValueError(f"{self.where}: {name!r} must be {what}, got {value!r}")
+        return value
+
+    def size(self, name: str, default: Any = _REQUIRED) -> Any:
+        return self._typed(name, default, "a positive integer", _is_size)
+
+    def number(self, name: str, default: Any = _REQUIRED) -> Any:
+        return self._typed(name, default, "a finite number", _is_number)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._typed(name, default, "true or false", lambda v: isinstance(v, bool))
+
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        return self._typed(name, default, "a string", lambda v: isinstance(v, str))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return self._typed(name, {}, "a JSON object", lambda v: isinstance(v, dict))
+
+    def require(self, name: str, value: Any, reason: str) -> None:
+        """Refuse the model unless the field is absent or holds the one value that is supported."""
+        given = self.raw(name, value)
+        if given != value and given not in _OFF:
+            raise ValueError(f"{self.where}: {name}={given!r} is not supported: {reason}")
+
+    def activation(self, name: str, default: str) -> str:
+        """Our name of the activation that field `name` holds."""
+        theirs = self.text(name, default)
+        if theirs not in ACTIVATION_NAMES:
+            raise ValueError(
+                f"{self.where}: {name}={theirs!r} is not a supported activation."
+                f"{closest(theirs, ACTIVATION_NAMES)} Supported: {sorted(ACTIVATION_NAMES)}"
+            )
+        return ACTIVATION_NAMES[theirs]
+
+    def refuse_unread(self, cosmetic: Iterable[str] = ()) -> None:
+        """Stop if a field that nobody read could change the numbers.
+
+        Harmless are: cosmetic fields, the default of Hugging Face's config class, and an empty
+        value in a field that class does not have.
+        """
+        known = self.names_read | set(COSMETIC) | set(cosmetic)
+        left = {name: value for name, value in self.config.items() if name not in known}
+        if not left:
+            return
+        defaults = hf_class_defaults(self.config.get("model_type"))
+        wrong = {
+            name: value
+            for name, value in left.items()
+            if (value != defaults[name] if name in defaults else value not in _OFF)
+        }
+        if wrong:
+            shown = ", ".join(f"{name}={value!r}" for name, value in sorted(wrong.items()))
+            raise ValueError(
+                f"{self.where} has fields this conversion does not know, so the model could "
+                f"compute something else than Hugging Face's: {shown}. If they change nothing, "
+                "pass hf_config= a copy of the config without them."
+            )
+
+
+def hf_class_defaults(model_type: Any) -> dict[str, Any]:
+    """What Hugging Face's config class of this model type holds by itself; {} for unknown types."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    return CONFIG_MAPPING[model_type]().to_dict()
+
+
+# --- rotary positions ---------------------------------------------------------------------------
+
+# Per type: what a checkpoint must give, and what it may. Keys of another type are ignored, as
+# Hugging Face does; keys of no type are refused.
+_ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        (),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}
+_ROPE_KEYS = {
+    *(key for required, optional in _ROPE_TYPES.values() for key in (*required, *optional)),
+    "original_max_position_embeddings",
+    "truncate",
+}
+
+
+def rope(
+    reading: Reading, d_head: int, max_positions: int, theta: float = 10000.0, partial: bool = False
+) -> dict[str, Any]:
+    """Our config's rotary fields, from either spelling of Hugging Face's.
+
+    transformers 4 writes `rope_theta` and `rope_scaling={"type" or "rope_type": …}`, transformers
+    5 one `rope_parameters`. Defaults that Hugging Face takes from other fields are written out, so
+    that a later change of n_ctx changes no angle.
+
+    `partial`: the family turns only `partial_rotary_factor` of each head.
+
+    Raises:
+        ValueError: unknown rope type or key, a key that is missing, or a value that is no number.
+    """
+    where = f"{reading.where}: rope parameters"
+    new, old = reading.mapping("rope_parameters"), reading.mapping("rope_scaling")
+    values = {key: value for key, value in (old or new).items() if value is not None}
+    # A value in the dict wins over the field beside it; both count as read.
+    outside = reading.number("rope_theta", theta)
+    base = values.pop("rope_theta", outside)
+    outside = reading.number("partial_rotary_factor", None)
+    part = values.pop("partial_rotary_factor", outside)
+    outer_original = reading.size("original_max_position_embeddings", None)
+    if not partial and part not in (None, 1, 1.0):
+        # transformers' Llama ignores it (default type) or fails on it (every other type)
+        raise ValueError(f"{where}: partial_rotary_factor={part!r} is not a feature of this family")
+    rotary_dim = int(d_head * (part or 1.0))
+    fallback = values.pop("type", "default")
+    kind = values.pop("rope_type", fallback)
+    _check_rope_keys(where, kind, values)
+    return {
+        "positional_embedding_type": "rotary",
+        "rotary_base": float(_number(where, "rope_theta", base)),
+        "rotary_dim": rotary_dim,
+        "rotary_scaling": _scaling(where, kind, values, max_positions, outer_original),
+    }
+
+
+def _check_rope_keys(where: str, kind: Any, values: dict[str, Any]) -> None:
+    if kind not in _ROPE_TYPES:
+        raise ValueError(
+            f"{where}: unknown type {kind!r}.{closest(str(kind), _ROPE_TYPES)} "
+            f"Supported: {sorted(_ROPE_TYPES)}"
+        )
+    if unknown := sorted(set(values) - _ROPE_KEYS):
+        hint = closest(unknown[0], _ROPE_KEYS)
+        raise ValueError(f"{where} of type {kind!r}: unknown keys {unknown}.{hint}")
+    required, _ = _ROPE_TYPES[kind]
+    if missing := [key for key in required if key not in values]:
+        raise ValueError(f"{where} of type {kind!r}: {missing} missing")
+
+
+def _number(where: str, name: str, value: Any) -> Any:
+    if not _is_number(value):
+        raise ValueError(f"{where}: {name} must be a finite number, got {value!r}")
+    return value
+
+
+def _scaling(
+    where: str, kind: str, values: dict[str, Any], max_positions: int, outer_original: int | None
+) -> dict[str, Any] | None:
+    """The `rotary_scaling` of our config, with every length and factor explicit."""
+    if kind == "default":
+        return None
+    required, optional = _ROPE_TYPES[kind]
+    found: dict[str, Any] = {"rope_type": kind}
+    for name in (*required, *optional):
+        if name in ("short_factor", "long_factor"):
+            found[name] = _numbers(where, name, values[name])
+        elif name in values:
+            found[name] = _number(where, name, values[name])
+    if kind == "linear":
+        return found
+    original = values.get("original_max_position_embeddings", max_positions)
+    # Dynamic scaling starts at max_position_embeddings, whatever the dict says; for the others
+    # a field beside the dict (Phi-3) wins over the one in it.
+    original = max_positions if kind == "dynamic" else outer_original or original
+    if not _is_size(original):
+        raise ValueError(
+            f"{where}: original_max_position_embeddings must be a positive integer, "
+            f"got {original!r}"
+        )
+    found["original_max_position_embeddings"] = original
+    if kind in ("yarn", "longrope"):
+        found.setdefault("factor", max_positions / original)
+    if kind == "yarn":
+        found["truncate"] = bool(values.get("truncate", True))
+        for name in ("beta_fast", "beta_slow"):
+            if not found.get(name, True):
+                del found[name]  # 0 means the default
+    return found
+
+
+def _numbers(where: str, name: str, values: Any) -> list[float]:
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"{where}: {name} must be a list of numbers, got {values!r}")
+    return [float(_number(where, name, value)) for value in values]
+
+
+def write_rope(cfg: HookedTransformerConfig) -> dict[str, Any]:
+    """The inverse of `rope`, in the spelling that transformers 4 and 5 both read."""
+    if cfg.positional_embedding_type != "rotary":
+        kind = cfg.positional_embedding_type
+        raise ValueError(f"positional_embedding_type={kind!r} is not 'rotary'")
+    spec = cfg.rotary_spec("global")
+    scaling: dict[str, Any] = {"rope_type": type(spec.scaling).rope_type}
+    for field in dataclasses.fields(spec.scaling):
+        value = getattr(spec.scaling, field.name)
+        if value is not None:
+            name = field.name.removeprefix("fixed_")
+            scaling[name] = list(value) if isinstance(value, tuple) else value
+    dynamic = scaling["rope_type"] == "dynamic"
+    trained = scaling["original_max_position_embeddings"] if dynamic else cfg.n_ctx
+    if dynamic:
+        # its training length is max_position_embeddings itself: a changed n_ctx has no place
+        del scaling["original_max_position_embeddings"]
+    return {
+        "max_position_embeddings": trained,
+        "rope_theta": spec.base,
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+    }
+
+
+def write_activation(cfg: HookedTransformerConfig) -> str:
+    """Hugging Face's name of the config's activation; ValueError when it has none."""
+    if cfg.act_fn not in ACTIVATION_NAMES.values():
+        raise ValueError(f"act_fn={cfg.act_fn!r} has no Hugging Face name")
+    return str(cfg.act_fn)

@@ -1,0 +1,503 @@
+"""The engine: a family's table of rows, read from left to right to import and back to export.
+
+    Map("model.layers.{i}.self_attn.q_proj.weight", "blocks.{i}.attn.W_Q", "(n h) m -> n m h")
+
+Letters are sizes: n heads, k key/value heads, g = n/k, h d_head, m d_model, f d_mlp, v d_vocab,
+u d_vocab_out, c n_ctx, e experts. Importing applies the pattern, exporting swaps the sides of its
+arrow. `{i}` runs over the layers, `{e}` over the experts of a layer.
+
+Rows rename, reshape, split and stack; they never do arithmetic, so a round trip is bit-exact. What
+a pattern gives is a *view* of the checkpoint's matrix wherever strides can express it: a forward
+pass reads that matrix back without a copy.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from transformer_lens_lite.config import HookedTransformerConfig
+from weights_conversion.fields import Reading
+
+AnyShape = Float[Tensor, "..."]
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Map:
+    """One Hugging Face tensor and the native parameter, or parameters, it becomes.
+
+    Several natives share a fused tensor. The pattern brings the fused axis to the front, and there
+    it is cut: into the lengths `cut` (their sum is the letter `a`), or, without `cut`, one entry
+    for each native (the letter `s`). `pieces` are patterns for the parts after the cut.
+
+        Map("…qkv.weight", (q, k, v), "(a h) m -> a m h", cut=("n", "k", "k"))     # phi-3
+        Map("…qkv.weight", (q, k, v), "(n s h) m -> s n m h")                      # gpt-neox
+
+    `copies`: each native is the whole tensor (one norm used twice); exporting checks that they
+    still agree.
+    """
+
+    hf: str
+    native: str | tuple[str, ...]
+    pattern: str
+    cut: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A native parameter the family lacks (most often a bias): zero, and without gradient."""
+
+    native: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A Hugging Face name for a tensor that is already another one: the head of a tied model.
+
+    Files omit it or repeat it. `native` is not a parameter of its own in the model either.
+    """
+
+    hf: str
+    source: str
+    native: str
+
+
+Row = Map | Zeros | Tied
+
+
+def natives_of(row: Row) -> tuple[str, ...]:
+    return row.native if isinstance(row.native, tuple) else (row.native,)
+
+
+def optional(present: bool, row: Map) -> Map | Zeros:
+    """The row, or zeros where this checkpoint has no such tensor."""
+    assert isinstance(row.native, str)
+    return row if present else Zeros(row.native, _sides(row.pattern)[1])
+
+
+def override(rows: Iterable[Row], *new: Row) -> list[Row]:
+    """A parent's rows with some replaced: the row that fills a native name gives way to the new.
+
+    The way families inherit: `override(llama.rows(cfg, reading), Map(… "blocks.{i}.attn.b_Q" …))`.
+    """
+    names = {name for row in new for name in natives_of(row)}
+    return [*without(rows, *names), *new]
+
+
+def without(rows: Iterable[Row], *natives: str) -> list[Row]:
+    """A parent's rows less those that fill `natives`."""
+    return [row for row in rows if not set(natives_of(row)) & set(natives)]
+
+
+def key_value(cfg: HookedTransformerConfig, name: str) -> str:
+    """The parameter `name` of keys or values, under the name it has in this model."""
+    grouped = cfg.n_key_value_heads is not None
+    return "blocks.{i}.attn." + ("_" if grouped else "") + name
+
+
+# --- patterns -----------------------------------------------------------------------------------
+
+
+def sizes_of(cfg: HookedTransformerConfig) -> dict[str, int]:
+    """The letters of the patterns."""
+    n_kv = cfg.n_key_value_heads or cfg.n_heads
+    return {
+        "n": cfg.n_heads,
+        "k": n_kv,
+        "g": cfg.n_heads // n_kv,
+        "h": cfg.d_head,
+        "m": cfg.d_model,
+        "f": cfg.d_mlp or 0,
+        "v": cfg.d_vocab,
+        "u": cfg.d_vocab_out,
+        "c": cfg.n_ctx,
+        "e": cfg.num_experts or 0,
+    }
+
+
+def _sides(pattern: str) -> tuple[str, str]:
+    """ "a b -> b a" -> ("a b", "b a"); a pattern without an arrow changes nothing."""
+    left, arrow, right = pattern.partition("->")
+    return left.strip(), (right if arrow else left).strip()
+
+
+def _length(letter: str, sizes: Mapping[str, int]) -> int:
+    return int(letter) if letter.isdigit() else sizes[letter]
+
+
+def shape_of(side: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """ "(n h) m" -> (n * h, m)."""
+    axes = re.findall(r"\(([^)]*)\)|(\w+)", side)
+    return tuple(
+        math.prod(_length(letter, sizes) for letter in (group or single).split())
+        for group, single in axes
+    )
+
+
+def _apply(x: AnyShape, source: str, target: str, sizes: Mapping[str, int]) -> AnyShape:
+    letters = set(re.findall("[a-z]", source)) & set(sizes)
+    return rearrange(x, f"{source} -> {target}", **{name: sizes[name] for name in letters})
+
+
+# --- one row at one layer -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A `Map` at one layer: names without placeholders and the sizes its pattern needs.
+
+    `hf` has several entries where one native parameter stacks the tensors of all experts.
+    """
+
+    hf: tuple[str, ...]
+    native: tuple[str, ...]
+    row: Map
+    sizes: dict[str, int]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """The shape of each Hugging Face tensor."""
+        shape = shape_of(_sides(self.row.pattern)[0], self.sizes)
+        return shape[1:] if self._stacked else shape
+
+    @property
+    def native_shape(self) -> tuple[int, ...]:
+        """The shape of a native tensor that is not cut out of a fused one."""
+        return shape_of(_sides(self.row.pattern)[1], self.sizes)
+
+    @property
+    def _stacked(self) -> bool:
+        return "{e}" in self.row.hf and not any("{e}" in name for name in natives_of(self.row))
+
+    @property
+    def _fused(self) -> bool:
+        return len(self.native) > 1 and not self.row.copies
+
+    @property
+    def _cut(self) -> list[int]:
+        return [_length(letter, self.sizes) for letter in self.row.cut]
+
+    def to_native(self, tensors: Sequence[AnyShape]) -> list[AnyShape]:
+        """Views of the Hugging Face tensor; a copy only of stacked experts and where strides fail."""
+        whole = torch.stack(tuple(tensors)) if self._stacked else tensors[0]
+        x = _apply(whole, *_sides(self.row.pattern), self.sizes)
+        if self.row.copies:  # two parameters must not share memory
+            return [x, *(x.clone() for _ in self.native[1:])]
+        if not self._fused:
+            return [x]
+        parts = list(x.split(self._cut) if self.row.cut else x.unbind())
+        for index, pattern in enumerate(self.row.pieces):
+            parts[index] = _apply(parts[index], *_sides(pattern), self.sizes)
+        return parts
+
+    def to_hf(self, natives: Sequence[AnyShape]) -> list[AnyShape]:
+        """The inverse: bit for bit what `to_native` was given, contiguous."""
+        parts = list(natives)
+        for index, pattern in enumerate(self.row.pieces):
+            source, target = _sides(pattern)
+            parts[index] = _apply(parts[index], target, source, self.sizes)
+        x = parts[0]
+        if self._fused:
+            x = torch.cat(parts) if self.row.cut else torch.stack(parts)
+        source, target = _sides(self.row.pattern)
+        x = _apply(x, target, source, self.sizes).contiguous()
+        return list(x.unbind()) if self._stacked else [x]
+
+
+def _place(row: Map, layer: int, sizes: dict[str, int]) -> Iterator[Placed]:
+    """The row at one layer; once per expert when the native parameters are per expert too."""
+
+    def fill(name: str, expert: int | None = None) -> str:
+        name = name.replace("{i}", str(layer))
+        return name if expert is None else name.replace("{e}", str(expert))
+
+    natives = natives_of(row)
+    letters = {**sizes, "s": len(natives), "a": sum(_length(c, sizes) for c in row.cut)}
+    if any("{e}" in name for name in natives):
+        for e in range(sizes["e"]):
+            yield Placed((fill(row.hf, e),), tuple(fill(n, e) for n in natives), row, letters)
+        return
+    hf = [fill(row.hf, e) for e in range(sizes["e"])] if "{e}" in row.hf else [fill(row.hf)]
+    yield Placed(tuple(hf), tuple(fill(n) for n in natives), row, letters)
+
+
+# --- a family -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that is known about a family: its config both ways, and its rows.
+
+    read_config: a `Reading` -> keyword arguments of `HookedTransformerConfig`.
+    write_config: the inverse. Its second argument says whether a native parameter, named with
+        `{i}`, needs a place in the checkpoint (in some layer it is not zero).
+    rows: the table, for a config and the reading it came from.
+    ignore: names of tensors that carry nothing, with the reason.
+    cosmetic: config fields without effect on the logits, with the reason.
+    optional_prefix: a prefix that some checkpoints leave out.
+    """
+
+    model_type: str
+    hf_class: str
+    read_config: Callable[[Reading], dict[str, Any]]
+    write_config: Callable[[HookedTransformerConfig, Callable[[str], bool]], dict[str, Any]]
+    rows: Callable[[HookedTransformerConfig, Reading], list[Row]]
+    ignore: Mapping[str, str] = field(default_factory=dict)
+    cosmetic: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optional_prefix: str = ""
+
+    def reading(self, hf_config: Mapping[str, Any], where: str = "the config") -> Reading:
+        return Reading(hf_config, where, self.aliases)
+
+    def read(self, reading: Reading, **overrides: Any) -> HookedTransformerConfig:
+        """The native config of the whole checkpoint, with some fields overridden.
+
+        Raises:
+            ValueError: a field that is missing, of the wrong type, not supported, or not known.
+        """
+        fields = {"original_architecture": self.hf_class, **self.read_config(reading)}
+        if architectures := reading.raw("architectures"):
+            fields["original_architecture"] = str(architectures[0])
+        try:
+            cfg = HookedTransformerConfig(**{**fields, **overrides})
+        except ValueError as error:
+            raise ValueError(f"{reading.where}: {error}") from error
+        self.rows(cfg, reading)  # rows read the config too
+        reading.refuse_unread(self.cosmetic)
+        return cfg
+
+
+def first_layers(cfg: HookedTransformerConfig, n: int) -> HookedTransformerConfig:
+    """The config of the model made of the first `n` layers."""
+    if not 0 <= n <= cfg.n_layers:
+        raise ValueError(f"first_n_layers={n}, but the model has {cfg.n_layers} layers")
+    changes: dict[str, Any] = {"n_layers": n}
+    if cfg.rotary_layers is not None:
+        changes["rotary_layers"] = list(cfg.rotary_layers)[:n]
+    if cfg.attn_types is not None:
+        changes["attn_types"] = list(cfg.attn_types)[:n]
+        if "local" not in changes["attn_types"]:
+            changes |= {"attn_types": None, "use_local_attn": False, "window_size": None}
+    return replace(cfg, **changes)
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Where tensors come from: one at a time, by their Hugging Face name."""
+
+    def names(self) -> set[str]: ...
+
+    def read(self, name: str) -> AnyShape: ...
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal."""
+        ...
+
+    def describe(self, name: str) -> str:
+        """The file, for messages."""
+        ...
+
+
+class Table:
+    """A family's rows written out for one config."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        cfg: HookedTransformerConfig,
+        reading: Reading,
+        n_layers: int | None = None,
+    ) -> None:
+        """`n_layers`: layers in the checkpoint, when the model takes fewer."""
+        self.architecture = architecture
+        self.sizes = sizes_of(cfg)
+        self.n_layers = cfg.n_layers
+        rows = architecture.rows(cfg, reading)
+        self.maps = list(self._placed(rows, range(cfg.n_layers)))
+        self.zeros = {
+            name.replace("{i}", str(layer)): shape_of(row.shape, self.sizes)
+            for row in rows
+            if isinstance(row, Zeros)
+            for name in natives_of(row)
+            for layer in (range(cfg.n_layers) if "{i}" in name else range(1))
+        }
+        self.tied = [row for row in rows if isinstance(row, Tied)]
+        beyond = range(cfg.n_layers, cfg.n_layers if n_layers is None else n_layers)
+        layered = [row for row in rows if isinstance(row, Map) and "{i}" in row.hf]
+        skipped = {name for placed in self._placed(layered, beyond) for name in placed.hf}
+        ignored = {
+            name.replace("{i}", str(layer))
+            for name in architecture.ignore
+            for layer in range(max(cfg.n_layers, beyond.stop))
+        }
+        self.unused = {variant for name in skipped | ignored for variant in self._variants(name)}
+        self.n_native = sum(len(placed.native) for placed in self.maps)
+
+    def _placed(self, rows: Iterable[Row], layers: range) -> Iterator[Placed]:
+        for row in rows:
+            if isinstance(row, Map):
+                for layer in layers if "{i}" in row.hf else range(1):
+                    yield from _place(row, layer, self.sizes)
+
+    def _variants(self, name: str) -> tuple[str, str]:
+        return name, name.removeprefix(self.architecture.optional_prefix)
+
+    # -- Hugging Face -> native --
+
+    def locate(self, names: set[str]) -> dict[str, str]:
+        """Hugging Face's name of each tensor that is needed -> its name in this checkpoint.
+
+        Raises:
+            ValueError: a tensor is missing, or one is there that no row has a place for.
+        """
+        wanted = [name for placed in self.maps for name in placed.hf]
+        found = {}
+        for name in (*wanted, *(row.hf for row in self.tied)):
+            for variant in self._variants(name):
+                if variant in names:
+                    found.setdefault(name, variant)
+        for row in self.tied:  # a tied checkpoint may hold its one matrix under the other name
+            if row.source not in found and row.hf in found:
+                found[row.source] = found.pop(row.hf)
+        missing = [name for name in wanted if name not in found]
+        leftover = sorted(names - set(found.values()) - self.unused)
+        if missing or leftover:
+            raise ValueError(
+                f"not a {self.architecture.model_type} checkpoint of this config: "
+                + "; ".join(_problems(missing, leftover))
+            )
+        return found
+
+    def to_native(self, source: TensorSource) -> Iterator[tuple[str, AnyShape]]:
+        """Native parameters one by one; each Hugging Face tensor is read once and let go.
+
+        Raises:
+            ValueError: names as in `locate`, a wrong shape, a head that is not what it is tied to.
+        """
+        found = self.locate(source.names())
+        for placed in self.maps:
+            tensors = [self._read(source, found[name], placed.hf_shape) for name in placed.hf]
+            yield from zip(placed.native, placed.to_native(tensors), strict=True)
+        for row in self.tied:
+            if row.hf in found:  # both names are in the checkpoint
+                _check_tied(source, found[row.source], found[row.hf])
+
+    def _read(self, source: TensorSource, name: str, shape: tuple[int, ...]) -> AnyShape:
+        tensor = source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{source.describe(name)}: {name} has shape {list(tensor.shape)}, but the config "
+                f"makes it {list(shape)}"
+            )
+        return tensor
+
+    # -- native -> Hugging Face --
+
+    def to_hf(self, state: Mapping[str, AnyShape]) -> dict[str, AnyShape]:
+        """The checkpoint, contiguous; tied names share one tensor.
+
+        Raises:
+            ValueError: a parameter that has no place in the checkpoint, or is missing.
+        """
+        self._refuse_homeless(state)
+        result: dict[str, AnyShape] = {}
+        for placed in self.maps:
+            natives = [state[name] for name in placed.native]
+            for name, tensor in zip(placed.native, natives, strict=True):
+                if placed.row.copies and not torch.equal(tensor, natives[0]):
+                    raise ValueError(
+                        f"{placed.native[0]} and {name} are one tensor, {placed.hf[0]}, in a "
+                        f"{self.architecture.model_type} checkpoint, but they differ"
+                    )
+            result.update(zip(placed.hf, placed.to_hf(natives), strict=True))
+        for row in self.tied:
+            result[row.hf] = result[row.source]
+        return result
+
+    def _refuse_homeless(self, state: Mapping[str, AnyShape]) -> None:
+        family = self.architecture.model_type
+        exported = {name for placed in self.maps for name in placed.native}
+        known = exported | set(self.zeros) | {row.native for row in self.tied}
+        if missing := sorted(exported - set(state)):
+            raise ValueError(f"the model lacks what a {family} checkpoint holds: {_some(missing)}")
+        if extra := sorted(set(state) - known):
+            raise ValueError(f"{_some(extra)} has no place in a {family} checkpoint")
+        filled = [name for name in self.zeros if name in state and state[name].any()]
+        if filled:
+            raise ValueError(
+                f"{_some(filled)} has no place in a {family} checkpoint of this config "
+                "(it would have to be zero)"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _problems(missing: Sequence[str], leftover: Sequence[str]) -> Iterator[str]:
+    if missing:
+        yield f"missing {_some(missing)}"
+    if leftover:
+        yield f"no place for {_some(leftover)}"
+        if any(".lora_" in name or name.startswith("base_model.") for name in leftover):
+            yield "this looks like a PEFT adapter: merge it first (merge_and_unload)"
+
+
+def _check_tied(source: TensorSource, name: str, other: str) -> None:
+    # transformers 4 would ignore the second, transformers 5 untie them: neither is safe to guess
+    if not source.same(name, other):
+        raise ValueError(
+            f"the config says tie_word_embeddings, but {other} ({source.describe(other)}) differs "
+            f"from {name} ({source.describe(name)}); set tie_word_embeddings to false to use both"
+        )
+
+
+# --- which config describes a model -------------------------------------------------------------
+
+# These name or group things; they change no number.
+_NO_BEHAVIOUR = ("layer", "grouped")
+
+
+def _flat(spec: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for f in fields(spec):
+        value = getattr(spec, f.name)
+        if is_dataclass(value) and f.name in ("attention", "mlp"):
+            yield from _flat(value, f"{prefix}{f.name}.")
+        elif f.name not in _NO_BEHAVIOUR:
+            yield prefix + f.name, value
+
+
+def behaviour(cfg: HookedTransformerConfig) -> dict[str, Any]:
+    """What a config means, field by field: equal behaviour, equal logits."""
+    names = (
+        "n_layers d_model d_vocab d_vocab_out tie_word_embeddings positional_embedding_type "
+        "post_embedding_ln output_logits_soft_cap embed_scale logit_scale attn_only"
+    )
+    result = {name: getattr(cfg, name) for name in names.split()}
+    result["final_norm"] = cfg.final_norm_spec()
+    if cfg.positional_embedding_type in ("standard", "shortformer"):
+        result["n_ctx"] = cfg.n_ctx  # elsewhere it is a limit without a parameter
+    for spec in cfg.block_specs():
+        result.update(_flat(spec, f"layer {spec.layer}: "))
+    return result
+
+
+def differences(cfg: HookedTransformerConfig, other: HookedTransformerConfig) -> list[str]:
+    """What `cfg` asks for and `other` does not do: ["layer 0: attention.softcap=5.0", …]."""
+    ours, theirs = behaviour(cfg), behaviour(other)
+    missing = object()
+    return [f"{name}={v!r}" for name, v in ours.items() if theirs.get(name, missing) != v]
