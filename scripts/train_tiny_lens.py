@@ -17,14 +17,15 @@ import torch
 from jaxtyping import Float, Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
+from transformer_lens_lite.loading import save_pretrained
 from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
-N_LAYERS, N_HEADS, D_MODEL, N_CTX = 4, 4, 96, 256
-INIT_STD = 0.05
-POS_SCALE = 1.0
+N_LAYERS, N_HEADS, D_MODEL, N_CTX = 3, 4, 128, 256
+REPEAT_SHARE = 0.2
 BATCH, LEARNING_RATE, WARMUP, WEIGHT_DECAY = 16, 3e-3, 100, 0.1
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
@@ -64,40 +65,25 @@ def sinusoids(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def build_model(d_vocab: int, seed: int) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=d_vocab,
-        n_positions=N_CTX,
-        n_embd=D_MODEL,
-        n_layer=N_LAYERS,
-        n_head=N_HEADS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-        initializer_range=INIT_STD,
+def build_model(d_vocab: int, seed: int) -> HookedTransformer:
+    cfg = HookedTransformerConfig(
+        n_layers=N_LAYERS,
+        d_model=D_MODEL,
+        n_ctx=N_CTX,
+        d_head=D_MODEL // N_HEADS,
+        n_heads=N_HEADS,
+        d_mlp=4 * D_MODEL,
+        d_vocab=d_vocab,
+        act_fn="gelu_new",
+        normalization_type="LN",
+        tie_word_embeddings=True,
+        seed=seed,
+        device="cpu",
     )
-    model = GPT2LMHeadModel(config)
-    model.transformer.wpe.weight.data = POS_SCALE * INIT_STD * sinusoids(N_CTX, D_MODEL)
+    model = HookedTransformer(cfg)
+    scale = model.embed.W_E.std().item()
+    model.pos_embed.W_pos.data = scale * sinusoids(N_CTX, D_MODEL)
     return model
-
-
-def mean_loss(model, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, ""]:
-    return model(tokens, labels=tokens).loss
-
-
-def get_logits(model, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_vocab"]:
-    return model(tokens).logits
-
-
-def get_patterns(
-    model, tokens: Int[Tensor, "batch pos"]
-) -> list[Float[Tensor, "batch head query key"]]:
-    model.set_attn_implementation("eager")
-    return list(model(tokens, output_attentions=True).attentions)
 
 
 # The data
@@ -111,7 +97,7 @@ def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
 
 
 def document_ids(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    if rng.random() < 0.2:
+    if rng.random() < REPEAT_SHARE:
         return repeated_ids(rng, len(tokenizer))
     # Short documents teach the opening words, long ones the late positions.
     n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
@@ -136,10 +122,11 @@ def get_batch(
 
 
 def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Weight decay only on matrices: biases and layer norms are better left free."""
+    """Weight decay only on matrices, W_...; biases and layer norms are better left free."""
+    named = list(model.named_parameters())
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in named if ".W_" in name], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in named if ".W_" not in name], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98))
 
@@ -157,7 +144,7 @@ def train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int,
     optimizer = build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, n_steps))
     for step in range(n_steps):
-        loss = mean_loss(model, get_batch(rng, tokenizer, BATCH, N_CTX))
+        loss = model(get_batch(rng, tokenizer, BATCH, N_CTX), return_type="loss")
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -181,7 +168,7 @@ def next_token_logits(
 ) -> Float[Tensor, "batch d_vocab"]:
     tokens = to_tokens(tokenizer, prompts)
     last = (tokens != tokenizer.pad_token_id).sum(-1) - 1  # batch
-    return get_logits(model, tokens)[torch.arange(len(prompts)), last]
+    return model(tokens)[torch.arange(len(prompts)), last]
 
 
 def to_ids(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> Int[Tensor, " batch"]:
@@ -240,10 +227,12 @@ def induction_scores(
 def evaluate_repeats(model, tokenizer: PreTrainedTokenizerFast, length: int = 50) -> dict:
     texts = language.repeated_sequences(32, length, REPEAT_SEED)
     tokens = to_tokens(tokenizer, texts)
+    logits, cache = model.run_with_cache(tokens)
+    patterns = [cache["pattern", layer] for layer in range(N_LAYERS)]
     return {
         "length": length,
-        **repeat_losses(get_logits(model, tokens), tokens, length),
-        "induction_scores": induction_scores(get_patterns(model, tokens), length),
+        **repeat_losses(logits, tokens, length),
+        "induction_scores": induction_scores(patterns, length),
     }
 
 
@@ -252,7 +241,7 @@ def evaluate(model, tokenizer: PreTrainedTokenizerFast) -> dict:
     rng = random.Random(HELD_OUT_SEED)
     prefix = language.document(rng, 12) + " "
     return {
-        "held_out_loss": mean_loss(model, get_batch(rng, tokenizer, 64, N_CTX)).item(),
+        "held_out_loss": model(get_batch(rng, tokenizer, 64, N_CTX), return_type="loss").item(),
         "indirect_object_ABBA": evaluate_indirect_objects(model, tokenizer, "ABBA"),
         "indirect_object_BABA": evaluate_indirect_objects(model, tokenizer, "BABA"),
         "indirect_object_ABBA_after_12_sentences": evaluate_indirect_objects(
@@ -278,7 +267,7 @@ def main():
     model = build_model(len(tokenizer), args.seed)
     train(model, tokenizer, args.seed, args.steps)
     figures = evaluate(model, tokenizer)
-    model.save_pretrained(args.out)
+    save_pretrained(model, args.out)
     tokenizer.save_pretrained(args.out)
     card = {"seed": args.seed, "steps": args.steps, "minutes": (time.time() - start) / 60}
     (args.out / "card.json").write_text(json.dumps(card | figures, indent=2) + "\n")

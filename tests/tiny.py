@@ -36,12 +36,13 @@ LLAMA = {
 
 
 def rope(rope_type: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0, **values}}
+    return {"rope_parameters": {"rope_theta": 500.0, **values, "rope_type": rope_type}}
 
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.5]}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = {"original_max_position_embeddings": 16}
+YARN = {**ORIGINAL, "rope_theta": 20.0}  # so low that truncation moves a boundary between channels
 
 # name -> (model_type, what differs from the sizes above)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,13 +69,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": ("llama", rope("linear", factor=2.5)),
     "llama_dynamic": ("llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": 16}),
     "llama_llama3": ("llama", rope("llama3", **LLAMA3, **ORIGINAL)),
-    "llama_yarn": ("llama", rope("yarn", factor=4.0, **ORIGINAL)),
+    "llama_yarn": ("llama", rope("yarn", factor=4.0, **YARN)),
     "llama_yarn_all": (
         "llama",
-        rope("yarn", factor=4.0, beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4,
-             truncate=False, **ORIGINAL),
+        rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, mscale=0.7, mscale_all_dim=0.4,
+             truncate=False, **YARN),
     ),
-    "llama_yarn_fixed": ("llama", rope("yarn", factor=4.0, attention_factor=1.3, **ORIGINAL)),
+    "llama_yarn_fixed": ("llama", rope("yarn", factor=4.0, attention_factor=1.3, **YARN)),
     "llama_longrope": ("llama", rope("longrope", **LONG, **ORIGINAL)),
 }  # fmt: skip
 

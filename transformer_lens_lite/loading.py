@@ -17,10 +17,11 @@ import json
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -72,6 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@runtime_checkable
 class _File(Protocol):
     """One open file of tensors."""
 
@@ -108,7 +110,9 @@ class _BinFile:
 def _torch_load(path: Path) -> Any:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote another, unmappable format
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    with warnings.catch_warnings():  # of an unusual pickle protocol; it loads, or raises below
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
 def _open(path: Path) -> _File:
@@ -356,7 +360,7 @@ def load_tokenizer(
 
 
 class _Delivered:
-    """A checkpoint whose tensors arrive on a device, in a dtype, and as copies of a live model's."""
+    """A checkpoint whose tensors arrive on a device and in a dtype; a live model's as copies."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint = checkpoint

@@ -1,6 +1,7 @@
 """HookedTransformer: a decoder whose every intermediate value has a name."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.embed import Embed, PosEmbed, Unembed, build_unembed
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.generate import GenerateOutput, generate
 from transformer_lens_lite.hooks import HookPoint
 from transformer_lens_lite.initialisation import initialise
 from transformer_lens_lite.kv_cache import KeyValueCache
@@ -148,18 +150,14 @@ class HookedTransformer(TextMethods):
         layers = self._layer_range(start_at_layer, stop_at_layer)
         if start_at_layer is None:
             tokens, attention_mask = self._tokens_and_mask(
-                input, prepend_bos, padding_side, attention_mask
+                input, prepend_bos, padding_side, attention_mask, past_kv_cache
             )
+            context = self._context(tokens, layers, attention_mask, past_kv_cache)
+            residual = self._embedded(tokens, context)
         else:
-            self._check_residual(input, tokens, return_type if stop_at_layer is None else None)
-        start = tokens if start_at_layer is None else input
-        context = self._context(start, layers, attention_mask, past_kv_cache)
-
-        residual = self._embedded(tokens, context) if start_at_layer is None else input
-        self._add_shortformer_positions(context, shortformer_pos_embed)
-        for block in itertools.islice(self.blocks, layers.start, layers.stop):
-            residual = block(residual, context)
-        context.commit(layers)
+            residual = self._checked_residual(input, tokens, return_type, stop_at_layer)
+            context = self._context(residual, layers, attention_mask, past_kv_cache)
+        residual = self._through_blocks(residual, layers, context, shortformer_pos_embed)
         if stop_at_layer is not None:
             return residual
         residual = self.ln_final(residual)
@@ -171,6 +169,47 @@ class HookedTransformer(TextMethods):
         loss = self.loss_fn(logits, tokens, context.new_tokens_mask, loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
 
+    def next_logits(
+        self,
+        start: Tensor,
+        attention_mask: Int[Tensor, "batch key_pos"] | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+    ) -> Float[Tensor, "batch d_vocab_out"]:
+        """Logits for the token after `start`, ids [batch, pos] or embeddings [batch, pos, d_model].
+
+        As the last position of `forward`; other positions are unembedded only if somebody listens there.
+        """
+        layers = range(self.cfg.n_layers)
+        context = self._context(start, layers, attention_mask, past_kv_cache)
+        if start.is_floating_point():
+            residual = self._with_positions(self.hook_embed(start), context)
+        else:
+            residual = self._embedded(start, context)
+        residual = self._through_blocks(residual, layers, context)
+        if not self._output_is_listened():
+            residual = residual[:, -1:]
+        return self._logits(self.ln_final(residual))[:, -1]
+
+    def _output_is_listened(self) -> bool:
+        return any(
+            module._forward_hooks or (isinstance(module, HookPoint) and module.listened)
+            for part in (self.ln_final, self.unembed)
+            for module in part.modules()
+        )
+
+    def _through_blocks(
+        self,
+        residual: Residual,
+        layers: range,
+        context: ForwardContext,
+        shortformer_pos_embed: Float[Tensor, "row pos d_model"] | None = None,
+    ) -> Residual:
+        self._add_shortformer_positions(context, shortformer_pos_embed)
+        for block in itertools.islice(self.blocks, layers.start, layers.stop):
+            residual = block(residual, context)
+        context.commit(layers)
+        return residual
+
     def _logits(self, residual: Residual) -> Logits:
         logits = self.unembed(residual)
         if self.cfg.logit_scale != 1.0:
@@ -179,7 +218,9 @@ class HookedTransformer(TextMethods):
         return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
     def _embedded(self, tokens: Int[Tensor, "batch pos"], context: ForwardContext) -> Residual:
-        residual = self.hook_embed(self.embed(self.hook_tokens(tokens)))
+        return self._with_positions(self.hook_embed(self.embed(self.hook_tokens(tokens))), context)
+
+    def _with_positions(self, residual: Residual, context: ForwardContext) -> Residual:
         if self.cfg.positional_embedding_type == "standard":
             residual = residual + self._positions(context)
         return residual
@@ -221,9 +262,15 @@ class HookedTransformer(TextMethods):
         prepend_bos: bool | None,
         padding_side: str | None,
         attention_mask: Tensor | None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
-        """Ids [batch, pos], and the mask: as given, of the padding put here, or of left padding."""
+        """Ids [batch, pos], and the mask: as given, of the padding put here, or of left padding.
+
+        Text that continues a cache gets no BOS unless it is asked for.
+        """
         device = self.embed.W_E.device
+        if prepend_bos is None and cache is not None and cache.length > 0:
+            prepend_bos = False
         if is_text(input):
             tokens, made = self._text().encode_batch(input, prepend_bos, padding_side)
             tokens = tokens.to(device)
@@ -248,7 +295,13 @@ class HookedTransformer(TextMethods):
             raise ValueError(f"token ids must be [pos] or [batch, pos], got {list(tokens.shape)}")
         return tokens if tokens.ndim == 2 else tokens[None]
 
-    def _check_residual(self, residual: Any, tokens: Tensor | None, return_type: str | None) -> None:
+    def _checked_residual(
+        self,
+        residual: Any,
+        tokens: Tensor | None,
+        return_type: str | None,
+        stop_at_layer: int | None,
+    ) -> Residual:
         d_model = self.cfg.d_model
         if not isinstance(residual, Tensor) or not residual.is_floating_point():
             raise ValueError("with start_at_layer the input is a residual stream, a floating tensor")
@@ -256,8 +309,9 @@ class HookedTransformer(TextMethods):
             raise ValueError(
                 f"the residual stream must be [batch, pos, {d_model}], got {list(residual.shape)}"
             )
-        if return_type in ("loss", "both") and tokens is None:
+        if return_type in ("loss", "both") and stop_at_layer is None and tokens is None:
             raise ValueError("a loss with start_at_layer needs tokens=, the ids behind the input")
+        return residual
 
     def _context(
         self,
@@ -345,7 +399,9 @@ class HookedTransformer(TextMethods):
         past_kv_cache: KeyValueCache | None = None,
     ) -> tuple[Residual, Int[Tensor, "batch pos"], Tensor | None, Tensor | None]:
         """What enters the first block: (residual, tokens, shortformer_pos_embed, attention_mask)."""
-        tokens, mask = self._tokens_and_mask(input, prepend_bos, padding_side, attention_mask)
+        tokens, mask = self._tokens_and_mask(
+            input, prepend_bos, padding_side, attention_mask, past_kv_cache
+        )
         context = self._context(tokens, range(self.cfg.n_layers), mask, past_kv_cache)
         residual = self._embedded(tokens, context)
         self._add_shortformer_positions(context, None)
@@ -371,6 +427,83 @@ class HookedTransformer(TextMethods):
         if return_cache_object:
             cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, cache
+
+    # -- generating --
+
+    def generate(
+        self,
+        input: Input = "",
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+        freq_penalty: float = 0.0,
+        use_past_kv_cache: bool = True,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        return_type: str | None = "input",
+        verbose: bool | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+        attention_mask: Int[Tensor, "batch key_pos"] | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+        pad_token_id: int | None = None,
+        generator: torch.Generator | None = None,
+        output_logits: bool = False,
+    ) -> str | list[str] | Tensor | GenerateOutput:
+        """Continue a prompt.
+
+        Args:
+            input: a text, several (padded on the left, whatever `padding_side` says), ids
+                [batch, pos], or token embeddings [batch, pos, d_model].
+            max_new_tokens: at most this many; fewer when all rows end.
+            stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by
+                default), or when its new text contains one of these strings.
+            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's order
+                (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
+            freq_penalty, repetition_penalty: against tokens that occurred already.
+            use_past_kv_cache: False runs the whole sequence at every step.
+            past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it is
+                and, with one row, serves any batch. Another is appended to, the prompt and all
+                new tokens but the last.
+            return_type: "input" (the kind the input is), "str", "tokens" (prompt and new; only new
+                for embeddings) or "embeds".
+            verbose: a progress bar: True, False, or None for one in terminals only.
+            pad_token_id: what follows the end of a row (default: the tokenizer's pad, or EOS).
+            generator: source of randomness; a row's tokens do not depend on when other rows end.
+            output_logits: return a `GenerateOutput` with the logits of every step.
+        Raises: ValueError for arguments that mean nothing together, before anything is run.
+        """
+        return generate(
+            self,
+            input,
+            return_type or "input",
+            verbose,
+            output_logits,
+            max_new_tokens=max_new_tokens,
+            stop_at_eos=stop_at_eos,
+            eos_token_id=eos_token_id,
+            use_past_kv_cache=use_past_kv_cache,
+            prepend_bos=prepend_bos,
+            past_kv_cache=past_kv_cache,
+            attention_mask=attention_mask,
+            stop=stop,
+            pad_token_id=pad_token_id,
+            sampling={
+                "do_sample": do_sample,
+                "top_k": top_k,
+                "top_p": top_p,
+                "temperature": temperature,
+                "freq_penalty": freq_penalty,
+                "repetition_penalty": repetition_penalty,
+                "min_p": min_p,
+                "generator": generator,
+            },
+        )
 
     # -- flags that may be set at run time --
 

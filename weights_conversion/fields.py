@@ -115,11 +115,11 @@ class Reading:
         """The value as it is, a copy."""
         self.names_read.add(name)
         value = self.config.get(name)
-        return copy.deepcopy(default if value is None else value)
+        return default if value is None else copy.deepcopy(value)
 
     def _typed(self, name: str, default: Any, what: str, accepts: Callable[[Any], bool]) -> Any:
         value = self.raw(name, default)
-        if value is _REQUIRED or (value is None and default is _REQUIRED):
+        if value is _REQUIRED:
             raise ValueError(f"{self.where} has no {name!r}, which must be {what}")
         if value is not None and not accepts(value):
             raise ValueError(f"{self.where}: {name!r} must be {what}, got {value!r}")
@@ -129,7 +129,8 @@ class Reading:
         return self._typed(name, default, "a positive integer", _is_size)
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        return self._typed(name, default, "a finite number", _is_number)
+        value = self._typed(name, default, "a finite number", _is_number)
+        return None if value is None else float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         return self._typed(name, default, "true or false", lambda v: isinstance(v, bool))
@@ -244,7 +245,7 @@ def rope(
     _check_rope_keys(where, kind, values)
     return {
         "positional_embedding_type": "rotary",
-        "rotary_base": float(_number(where, "rope_theta", base)),
+        "rotary_base": _number(where, "rope_theta", base),
         "rotary_dim": rotary_dim,
         "rotary_scaling": _scaling(where, kind, values, max_positions, outer_original),
     }
@@ -264,10 +265,10 @@ def _check_rope_keys(where: str, kind: Any, values: dict[str, Any]) -> None:
         raise ValueError(f"{where} of type {kind!r}: {missing} missing")
 
 
-def _number(where: str, name: str, value: Any) -> Any:
+def _number(where: str, name: str, value: Any) -> float:
     if not _is_number(value):
         raise ValueError(f"{where}: {name} must be a finite number, got {value!r}")
-    return value
+    return float(value)
 
 
 def _scaling(
@@ -308,7 +309,7 @@ def _scaling(
 def _numbers(where: str, name: str, values: Any) -> list[float]:
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"{where}: {name} must be a list of numbers, got {values!r}")
-    return [float(_number(where, name, value)) for value in values]
+    return [_number(where, name, value) for value in values]
 
 
 def write_rope(cfg: HookedTransformerConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama: rotary positions, RMSNorm, grouped queries, a gated MLP. Most later families inherit it."""
+"""Llama: rotary positions, RMSNorm, grouped queries, a gated MLP. The parent of most families."""
 
 from collections.abc import Callable
 from typing import Any

@@ -190,7 +190,7 @@ class Placed:
         return [_length(letter, self.sizes) for letter in self.row.cut]
 
     def to_native(self, tensors: Sequence[AnyShape]) -> list[AnyShape]:
-        """Views of the Hugging Face tensor; a copy only of stacked experts and where strides fail."""
+        """Views of the Hugging Face tensor; copies of stacked experts and where strides fail."""
         whole = torch.stack(tuple(tensors)) if self._stacked else tensors[0]
         x = _apply(whole, *_sides(self.row.pattern), self.sizes)
         if self.row.copies:  # two parameters must not share memory

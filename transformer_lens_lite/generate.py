@@ -1,0 +1,335 @@
+"""Continuing a prompt: prefill, then one token at a time.
+
+`Generation` holds what changes between steps and is an iterator over new tokens; `generate` and
+`generate_stream` are two ways to consume it.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from transformer_lens_lite.kv_cache import KeyValueCache
+from transformer_lens_lite.sampling import check_sampling, sample_logits
+from transformer_lens_lite.tokens import is_text
+
+RETURN_TYPES = ("input", "str", "tokens", "embeds")
+
+
+@dataclass
+class GenerateOutput:
+    """What `output_logits=True` returns."""
+
+    sequences: Tensor  # [batch, pos], as without it
+    logits: tuple[Tensor, ...]  # one [batch, d_vocab_out] per new token, before any warping
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When a row is finished, and what fills it up afterwards."""
+
+    eos_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    pad_id: int
+
+    def reached(
+        self, model: Any, newest: Int[Tensor, " batch"], generated: Int[Tensor, "batch new"]
+    ) -> Bool[Tensor, " batch"]:
+        """Which rows end with their newest token."""
+        ended = torch.zeros_like(newest, dtype=torch.bool)
+        for eos in self.eos_ids:
+            ended |= newest == eos
+        if self.stop_strings:
+            # a token is at least one character, so an occurrence that ends now starts within this tail
+            tail = max(len(stop.encode()) for stop in self.stop_strings) + 1
+            texts = [model.to_string(row) for row in generated[:, -tail:]]
+            found = [any(stop in text for stop in self.stop_strings) for text in texts]
+            ended |= torch.tensor(found, device=newest.device)
+        return ended
+
+
+class Generation:
+    """One generation in progress. Iterating yields new tokens, [batch] at a time, until all rows end.
+
+    The prompt is ids or embeddings; `cache` is None when every step runs the whole sequence anew.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt: Tensor,
+        mask: Int[Tensor, "batch key_pos"] | None,
+        cache: KeyValueCache | None,
+        max_new_tokens: int,
+        ending: Ending,
+        sampling: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self.prompt = prompt
+        self.mask = mask
+        self.cache = cache
+        self.max_new_tokens = max_new_tokens
+        self.ending = ending
+        self.sampling = sampling
+        self.logits: Float[Tensor, "batch d_vocab_out"] | None = None  # of the latest step
+        batch = prompt.shape[0]
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=prompt.device)
+        self._buffer = torch.empty(batch, max_new_tokens, dtype=torch.long, device=prompt.device)
+        self._n_new = 0
+
+    @property
+    def generated(self) -> Int[Tensor, "batch new"]:
+        """The new tokens so far."""
+        return self._buffer[:, : self._n_new]
+
+    def __iter__(self) -> Iterator[Int[Tensor, " batch"]]:
+        can_end = bool(self.ending.eos_ids or self.ending.stop_strings)
+        for _ in range(self.max_new_tokens):
+            with torch.no_grad():
+                self.logits = self._next_logits()
+                tokens = self._picked(self.logits)
+            yield tokens
+            if can_end and bool(self.finished.all()):
+                return
+
+    def _next_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
+        """Logits for the next position: of the prompt first, of the newest token from then on."""
+        first = self._n_new == 0
+        if self.cache is not None and not first:
+            newest = self.generated[:, -1:]
+            return self.model.next_logits(newest, past_kv_cache=self.cache)
+        return self.model.next_logits(
+            self._whole_input(), attention_mask=self._whole_mask(), past_kv_cache=self.cache
+        )
+
+    def _whole_input(self) -> Tensor:
+        if self.prompt.is_floating_point():
+            new = self.model.embed(self.generated) if self._n_new else self.prompt[:, :0]
+            return torch.cat((self.prompt, new), 1)
+        return torch.cat((self.prompt, self.generated), 1)
+
+    def _whole_mask(self) -> Int[Tensor, "batch key_pos"] | None:
+        if self.mask is None:
+            return None
+        return torch.cat((self.mask, torch.ones_like(self.generated)), 1)
+
+    def _picked(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Int[Tensor, " batch"]:
+        """The next token of each row; rows that have ended get padding."""
+        tokens = sample_logits(logits, **self.sampling, **self._seen())
+        if self.ending.eos_ids or self.ending.stop_strings:
+            tokens = tokens.masked_fill(self.finished, self.ending.pad_id)
+        self._buffer[:, self._n_new] = tokens
+        self._n_new += 1
+        if self.ending.eos_ids or self.ending.stop_strings:
+            self.finished = self.finished | self.ending.reached(self.model, tokens, self.generated)
+        return tokens
+
+    def _seen(self) -> dict[str, Any]:
+        """What the penalties count: prompt and new tokens, padding excepted."""
+        penalised = (
+            self.sampling["freq_penalty"] != 0.0 or self.sampling["repetition_penalty"] != 1.0
+        )
+        if not penalised:
+            return {}
+        mask = self._whole_mask()
+        tokens = self._whole_input()
+        return {"tokens": tokens, "mask": None if mask is None else mask[:, -tokens.shape[1] :]}
+
+
+# --- from arguments to a generation ---------------------------------------------------------------
+
+
+def start_generation(
+    model: Any,
+    input: Any,
+    max_new_tokens: int,
+    stop_at_eos: bool,
+    eos_token_id: int | Sequence[int] | None,
+    use_past_kv_cache: bool,
+    prepend_bos: bool | None,
+    past_kv_cache: KeyValueCache | None,
+    attention_mask: Int[Tensor, "batch key_pos"] | None,
+    stop: str | Sequence[str] | None,
+    pad_token_id: int | None,
+    sampling: dict[str, Any],
+) -> Generation:
+    """Check every argument before anything is run, and set the generation up."""
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
+    warping = ("top_k", "top_p", "temperature", "freq_penalty", "repetition_penalty", "min_p")
+    check_sampling(**{name: sampling[name] for name in warping})
+    prompt, mask = prompt_and_mask(model, input, prepend_bos, attention_mask, past_kv_cache)
+    if prompt.is_floating_point() and (
+        sampling["freq_penalty"] != 0.0 or sampling["repetition_penalty"] != 1.0
+    ):
+        raise ValueError("freq_penalty and repetition_penalty count tokens; the prompt is embeddings")
+    if past_kv_cache is not None and not use_past_kv_cache:
+        raise ValueError("past_kv_cache was given together with use_past_kv_cache=False")
+    batch, length = prompt.shape[:2]
+    if length == 0:
+        raise ValueError("the prompt is empty; generation needs at least one token to start from")
+    past = 0 if past_kv_cache is None else past_kv_cache.length
+    check_fits(model, past, length, max_new_tokens, mask)
+    ending = ending_of(model, stop_at_eos, eos_token_id, stop, pad_token_id)
+    room = length + max_new_tokens
+    cache = continued_cache(model, past_kv_cache, batch, room, prompt.device)
+    return Generation(
+        model,
+        prompt,
+        mask,
+        cache if use_past_kv_cache else None,
+        max_new_tokens,
+        ending,
+        sampling,
+    )
+
+
+def prompt_and_mask(
+    model: Any,
+    input: Any,
+    prepend_bos: bool | None,
+    attention_mask: Tensor | None,
+    cache: KeyValueCache | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The prompt as ids [batch, pos] or embeddings [batch, pos, d_model], and its mask.
+
+    Several texts are padded on the left whatever the default, since generation continues from the
+    last column. Raises ValueError when a row ends in padding.
+    """
+    if isinstance(input, Tensor) and input.is_floating_point():
+        if input.ndim != 3 or input.shape[-1] != model.cfg.d_model:
+            raise ValueError(
+                f"embeddings must be [batch, pos, {model.cfg.d_model}], got {list(input.shape)}"
+            )
+        return input, attention_mask
+    side = "left" if is_text(input) else None
+    tokens, mask = model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
+        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+        raise ValueError(f"row(s) {rows} end in padding; pad prompts on the left to generate")
+    return tokens, mask
+
+
+def check_fits(model: Any, past: int, length: int, new: int, mask: Tensor | None) -> None:
+    """ValueError when the last token that is fed would lie past n_ctx."""
+    total = past + length + max(new - 1, 0)
+    longest = total if mask is None else total - int((mask == 0).sum(1).min())
+    limited = model.cfg.positional_embedding_type not in ("alibi", "none")
+    if limited and longest > model.cfg.n_ctx:
+        raise ValueError(
+            f"{past + length} tokens of prompt and {new} new ones do not fit into "
+            f"n_ctx={model.cfg.n_ctx}"
+        )
+
+
+def ending_of(
+    model: Any,
+    stop_at_eos: bool,
+    eos_token_id: int | Sequence[int] | None,
+    stop: str | Sequence[str] | None,
+    pad_token_id: int | None,
+) -> Ending:
+    """Which tokens and texts end a row; the tokenizer's EOS and pad where none are given."""
+    if eos_token_id is None:
+        eos_token_id = model.text.eos_token_id
+    eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    if stop_at_eos and not eos_ids:
+        raise ValueError(
+            "stop_at_eos=True needs eos_token_id=, because there is no tokenizer that names one; or "
+            "pass stop_at_eos=False"
+        )
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if stops and model.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer")
+    if "" in stops:
+        raise ValueError("an empty stop string would stop everywhere")
+    pad = next(x for x in (pad_token_id, model.text.pad_token_id, *eos_ids, 0) if x is not None)
+    return Ending(tuple(eos_ids) if stop_at_eos else (), stops, pad)
+
+
+def continued_cache(
+    model: Any,
+    past_kv_cache: KeyValueCache | None,
+    batch: int,
+    room: int,
+    device: torch.device,
+) -> KeyValueCache:
+    """The cache to fill: a new one, the given one, or a branch of a frozen one that leaves it as it is."""
+    if past_kv_cache is None:
+        return KeyValueCache.init_cache(model.cfg, device, batch, max_len=room)
+    if past_kv_cache.frozen:
+        return past_kv_cache.branch(batch, max_len=room)
+    return past_kv_cache
+
+
+# --- the two ways to consume one ------------------------------------------------------------------
+
+
+def generate(
+    model: Any, input: Any, return_type: str, verbose: bool | None, output_logits: bool, **arguments
+) -> Any:
+    """See `HookedTransformer.generate`."""
+    if return_type not in RETURN_TYPES:
+        raise ValueError(f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}")
+    if return_type == "str" and model.tokenizer is None:
+        raise ValueError("return_type='str' needs a tokenizer")
+    generation = start_generation(model, input, **arguments)
+    logits = []
+    for _ in progress(generation, generation.max_new_tokens, verbose):
+        if output_logits:
+            logits.append(generation.logits)
+    result = finished_form(generation, input, return_type)
+    return GenerateOutput(result, tuple(logits)) if output_logits else result
+
+
+def finished_form(generation: Generation, input: Any, return_type: str) -> Any:
+    """Prompt and new tokens as text, ids or embeddings."""
+    model, generated = generation.model, generation.generated
+    from_embeddings = generation.prompt.is_floating_point()
+    if return_type == "input":
+        return_type = "str" if is_text(input) else "embeds" if from_embeddings else "tokens"
+    if return_type == "embeds":
+        start = generation.prompt if from_embeddings else model.embed(generation.prompt)
+        return torch.cat((start, model.embed(generated)), 1).detach()
+    whole = generated if from_embeddings else torch.cat((generation.prompt, generated), 1)
+    if return_type == "tokens":
+        return whole
+    texts = model.text.to_string(whole, skip_special_tokens=True)
+    single = isinstance(input, str) or (isinstance(input, Tensor) and len(whole) == 1)
+    return texts[0] if single else texts
+
+
+def generate_stream(
+    model: Any, input: Any, max_tokens_per_yield: int, return_type: str, **arguments
+) -> Iterator[Any]:
+    """See `HookedTransformer.generate_stream`."""
+    generation = start_generation(model, input, **arguments)
+    pending = [] if generation.prompt.is_floating_point() else [generation.prompt]
+    for tokens in generation:
+        pending.append(tokens[:, None])
+        if sum(part.shape[1] for part in pending) >= max_tokens_per_yield:
+            yield streamed(model, torch.cat(pending, 1), return_type)
+            pending = []
+    if pending:
+        yield streamed(model, torch.cat(pending, 1), return_type)
+
+
+def streamed(model: Any, chunk: Int[Tensor, "batch pos"], return_type: str) -> Any:
+    """A chunk as ids, or as text."""
+    if return_type != "str":
+        return chunk
+    texts = model.text.to_string(chunk)
+    return texts[0] if len(texts) == 1 else texts
+
+
+def progress(steps: Any, total: int, verbose: bool | None) -> Any:
+    """Wrapped in a bar when asked to, or by default in a terminal."""
+    if verbose is False or (verbose is None and not sys.stderr.isatty()):
+        return steps
+    from tqdm import tqdm
+
+    return tqdm(steps, total=total, desc="generate", unit="token", leave=False)
