@@ -448,6 +448,8 @@ def test_a_config_that_lies(folder: Path) -> None:
         ({"tie_word_embeddings": True}, "lm_head.weight .* differs from model.embed_tokens.weight"),
         ({"rms_norm_eps": float("nan")}, r"config\.json: 'rms_norm_eps' must be a finite number"),
         ({"model_type": "gpt2"}, r"config\.json"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "angles that are no numbers"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "angles that are no numb"),
         ({"attention_bias": True}, r"missing model\.layers\.0\.self_attn\.q_proj\.bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ):
@@ -615,6 +617,31 @@ def word_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<eos>")
 
 
+def test_a_saved_tokenizer_still_adds_its_bos(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    tokenizer = word_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 0)]
+    )
+    model = load(folder, tokenizer=tokenizer)
+    save_pretrained(model, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("a") == [0, 1]
+    assert tokenizer.encode("a") == [0, 1]
+
+
+def test_a_bar_for_large_checkpoints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(folder)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(loading, "_BAR_FROM_BYTES", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load(folder)
+    assert "reading weights" in capsys.readouterr().err
+
+
 def test_tokenizers(folder: Path, tmp_path: Path) -> None:
     assert load(folder).tokenizer is None
     assert load(tiny.build("llama")).tokenizer is None
@@ -665,7 +692,7 @@ def test_the_config_is_written_back_as_it_was(folder: Path, tmp_path: Path) -> N
     save_pretrained(load(folder), tmp_path / "out")
     before = json.loads((folder / "config.json").read_text())
     after = json.loads((tmp_path / "out/config.json").read_text())
-    before.pop("dtype")
+    del before["dtype"]
     assert after == {**before, "torch_dtype": "float32"}
 
 

@@ -190,7 +190,6 @@ def test_report_141_padding_side_explicit_then_the_tokenizers_own_then_right() -
     right = tokens.to_tokens(["Hello", "the cat"])
     assert right[0, -1] == tokens.pad_token_id
     tokens.tokenizer.padding_side = "left"  # set by a user later: obeyed
-    assert torch.equal(tokens.to_tokens(["Hello", "the cat"]), right.roll(1, -1)) is False
     assert tokens.to_tokens(["Hello", "the cat"])[0, 0] == tokens.pad_token_id
     with pytest.raises(ValueError, match="padding_side must be"):
         Tokens(gpt2_like(), padding_side="top")
@@ -559,13 +558,11 @@ def test_tokenizers_of_trained_models(shared_dir: Path, name: str) -> None:
     before = state(original)
     tokens = Tokens(original, n_ctx=64)
     text = {"mingpt-nano-sort": "CABBAC"}.get(name, "Once there was a cat.\n")
-    own = original(text)["input_ids"]
-    tokens_again = Tokens(AutoTokenizer.from_pretrained(shared_dir / "models" / name))
-    assert tokens_again.to_tokens(text)[0].tolist() == own
     assert tokens.tokenizer_prepends_bos == (name == "stories260K")
     without = tokens.to_tokens(text, prepend_bos=False)[0]
     assert tokens.to_string(without) == text
     assert "".join(tokens.to_str_tokens(text, prepend_bos=False)) == text
     assert tokens.tokenizer(text)["input_ids"] == without.tolist()
-    original = AutoTokenizer.from_pretrained(shared_dir / "models" / name)
+    ours = tokens.to_tokens(text)[0].tolist()
     assert state(original) == before
+    assert ours == original(text)["input_ids"]

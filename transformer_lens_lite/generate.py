@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.kv_cache import KeyValueCache
-from transformer_lens_lite.sampling import check_sampling, sample_logits
+from transformer_lens_lite.sampling import Number, check_sampling, sample_logits
 from transformer_lens_lite.tokens import is_text
 
 RETURN_TYPES = ("input", "str", "tokens", "embeds")
@@ -146,26 +146,42 @@ class Generation:
 def start_generation(
     model: Any,
     input: Any,
-    max_new_tokens: int,
-    stop_at_eos: bool,
-    eos_token_id: int | Sequence[int] | None,
-    use_past_kv_cache: bool,
-    prepend_bos: bool | None,
-    past_kv_cache: KeyValueCache | None,
-    attention_mask: Int[Tensor, "batch key_pos"] | None,
-    stop: str | Sequence[str] | None,
-    pad_token_id: int | None,
-    sampling: dict[str, Any],
+    *,
+    max_new_tokens: int = 10,
+    stop_at_eos: bool = True,
+    eos_token_id: int | Sequence[int] | None = None,
+    do_sample: bool = True,
+    top_k: int | None = None,
+    top_p: Number | None = None,
+    temperature: Number = 1.0,
+    freq_penalty: Number = 0.0,
+    use_past_kv_cache: bool = True,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,  # accepted as classic callers pass it; prompts are padded left
+    past_kv_cache: KeyValueCache | None = None,
+    attention_mask: Int[Tensor, "batch key_pos"] | None = None,
+    min_p: Number | None = None,
+    repetition_penalty: Number = 1.0,
+    stop: str | Sequence[str] | None = None,
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    verbose: bool | None = None,
 ) -> Generation:
     """Check every argument before anything is run, and set the generation up."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
-    warping = ("top_k", "top_p", "temperature", "freq_penalty", "repetition_penalty", "min_p")
-    check_sampling(**{name: sampling[name] for name in warping})
+    warping = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "temperature": temperature,
+        "freq_penalty": freq_penalty,
+        "repetition_penalty": repetition_penalty,
+        "min_p": min_p,
+    }
+    check_sampling(**warping)
+    sampling = {**warping, "do_sample": do_sample, "generator": generator}
     prompt, mask = prompt_and_mask(model, input, prepend_bos, attention_mask, past_kv_cache)
-    if prompt.is_floating_point() and (
-        sampling["freq_penalty"] != 0.0 or sampling["repetition_penalty"] != 1.0
-    ):
+    if prompt.is_floating_point() and (freq_penalty != 0.0 or repetition_penalty != 1.0):
         raise ValueError("freq_penalty and repetition_penalty count tokens; the prompt is embeddings")
     if past_kv_cache is not None and not use_past_kv_cache:
         raise ValueError("past_kv_cache was given together with use_past_kv_cache=False")
@@ -176,16 +192,10 @@ def start_generation(
     check_fits(model, past, length, max_new_tokens, mask)
     ending = ending_of(model, stop_at_eos, eos_token_id, stop, pad_token_id)
     room = length + max_new_tokens
-    cache = continued_cache(model, past_kv_cache, batch, room, prompt.device)
-    return Generation(
-        model,
-        prompt,
-        mask,
-        cache if use_past_kv_cache else None,
-        max_new_tokens,
-        ending,
-        sampling,
-    )
+    cache = None
+    if use_past_kv_cache:
+        cache = continued_cache(model, past_kv_cache, batch, room, prompt.device)
+    return Generation(model, prompt, mask, cache, max_new_tokens, ending, sampling)
 
 
 def prompt_and_mask(
@@ -272,7 +282,7 @@ def continued_cache(
 def generate(
     model: Any, input: Any, return_type: str, verbose: bool | None, output_logits: bool, **arguments
 ) -> Any:
-    """See `HookedTransformer.generate`."""
+    """See `GenerationMethods.generate`."""
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}")
     if return_type == "str" and model.tokenizer is None:
@@ -303,27 +313,34 @@ def finished_form(generation: Generation, input: Any, return_type: str) -> Any:
     return texts[0] if single else texts
 
 
-def generate_stream(
-    model: Any, input: Any, max_tokens_per_yield: int, return_type: str, **arguments
-) -> Iterator[Any]:
-    """See `HookedTransformer.generate_stream`."""
-    generation = start_generation(model, input, **arguments)
+def streamed(generation: Generation, at_least: int, as_text: bool) -> Iterator[Any]:
+    """Chunks of at least so many tokens; the last one may be shorter."""
+    form = TextChunks(generation.model) if as_text else lambda chunk: chunk
     pending = [] if generation.prompt.is_floating_point() else [generation.prompt]
     for tokens in generation:
         pending.append(tokens[:, None])
-        if sum(part.shape[1] for part in pending) >= max_tokens_per_yield:
-            yield streamed(model, torch.cat(pending, 1), return_type)
+        if sum(part.shape[1] for part in pending) >= at_least:
+            yield form(torch.cat(pending, 1))
             pending = []
     if pending:
-        yield streamed(model, torch.cat(pending, 1), return_type)
+        yield form(torch.cat(pending, 1))
 
 
-def streamed(model: Any, chunk: Int[Tensor, "batch pos"], return_type: str) -> Any:
-    """A chunk as ids, or as text."""
-    if return_type != "str":
-        return chunk
-    texts = model.text.to_string(chunk)
-    return texts[0] if len(texts) == 1 else texts
+class TextChunks:
+    """Chunks of ids as text: what each adds to the text so far, spaces included."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.sent: list[str] | None = None
+        self.tokens: Tensor | None = None
+
+    def __call__(self, chunk: Int[Tensor, "batch pos"]) -> str | list[str]:
+        self.tokens = chunk if self.tokens is None else torch.cat((self.tokens, chunk), 1)
+        texts = self.model.text.to_string(self.tokens)
+        sent = self.sent or [""] * len(texts)
+        self.sent = texts
+        new = [text[len(before) :] for text, before in zip(texts, sent, strict=True)]
+        return new[0] if len(new) == 1 else new
 
 
 def progress(steps: Any, total: int, verbose: bool | None) -> Any:
@@ -333,3 +350,101 @@ def progress(steps: Any, total: int, verbose: bool | None) -> Any:
     from tqdm import tqdm
 
     return tqdm(steps, total=total, desc="generate", unit="token", leave=False)
+
+
+class GenerationMethods:
+    """What a model offers for continuing prompts."""
+
+    def generate(
+        self,
+        input: Any = "",
+        max_new_tokens: int = 10,
+        stop_at_eos: bool = True,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = True,
+        top_k: int | None = None,
+        top_p: Number | None = None,
+        temperature: Number = 1.0,
+        freq_penalty: Number = 0.0,
+        use_past_kv_cache: bool = True,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        return_type: str | None = "input",
+        verbose: bool | None = None,
+        past_kv_cache: KeyValueCache | None = None,
+        attention_mask: Int[Tensor, "batch key_pos"] | None = None,
+        min_p: Number | None = None,
+        repetition_penalty: Number = 1.0,
+        stop: str | Sequence[str] | None = None,
+        pad_token_id: int | None = None,
+        generator: torch.Generator | None = None,
+        output_logits: bool = False,
+    ) -> str | list[str] | Tensor | GenerateOutput:
+        """Continue a prompt.
+
+        Args:
+            input: a text, several (padded on the left, whatever `padding_side` says), ids
+                [batch, pos], or token embeddings [batch, pos, d_model].
+            max_new_tokens: at most this many; fewer when all rows end.
+            stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by
+                default), or when its new text contains one of these strings.
+            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's order
+                (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
+            freq_penalty, repetition_penalty: against tokens that occurred already.
+            use_past_kv_cache: False runs the whole sequence at every step.
+            past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it is
+                and, with one row, serves any batch. Another is appended to, the prompt and all
+                new tokens but the last.
+            return_type: "input" (the kind the input is), "str", "tokens" (prompt and new; only new
+                for embeddings) or "embeds".
+            verbose: a progress bar: True, False, or None for one in terminals only.
+            pad_token_id: what follows the end of a row (default: the tokenizer's pad, or EOS).
+            generator: source of randomness; a row's tokens do not depend on when other rows end.
+            output_logits: return a `GenerateOutput` with the logits of every step.
+        Raises: ValueError for arguments that mean nothing together, before anything is run.
+        """
+        return generate(
+            self,
+            input,
+            return_type or "input",
+            verbose,
+            output_logits,
+            max_new_tokens=max_new_tokens,
+            stop_at_eos=stop_at_eos,
+            eos_token_id=eos_token_id,
+            use_past_kv_cache=use_past_kv_cache,
+            prepend_bos=prepend_bos,
+            past_kv_cache=past_kv_cache,
+            attention_mask=attention_mask,
+            stop=stop,
+            pad_token_id=pad_token_id,
+            do_sample=do_sample,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            freq_penalty=freq_penalty,
+            repetition_penalty=repetition_penalty,
+            min_p=min_p,
+            generator=generator,
+        )
+
+    def generate_stream(
+        self,
+        input: Any = "",
+        max_new_tokens: int = 10,
+        max_tokens_per_yield: int = 25,
+        return_type: str | None = "tokens",
+        **arguments: Any,
+    ) -> Iterator[Any]:
+        """Continue a prompt, yielding as tokens come; arguments otherwise as for `generate`.
+
+        Yields ids [batch, chunk], or their text with `return_type="str"`, whenever that many tokens have
+        gathered, and the rest at the end. The first chunk starts with the prompt: joined, the chunks are
+        what `generate` returns. Arguments are checked at the call, before the first chunk is asked for.
+        """
+        if max_tokens_per_yield < 1:
+            raise ValueError(f"max_tokens_per_yield must be at least 1, got {max_tokens_per_yield}")
+        if return_type not in ("tokens", "str", "input", None):
+            raise ValueError(f"return_type must be 'tokens' or 'str', got {return_type!r}")
+        generation = start_generation(self, input, max_new_tokens=max_new_tokens, **arguments)
+        return streamed(generation, max_tokens_per_yield, return_type == "str")

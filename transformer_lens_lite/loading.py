@@ -14,8 +14,8 @@ replaces files, which is safe.
 import contextlib
 import copy
 import json
+import logging
 import os
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,6 +40,7 @@ WEIGHT_FILES = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _BAR_FROM_BYTES = 10**9
+logger = logging.getLogger(__name__)
 
 
 def _conversion() -> ModuleType:
@@ -88,7 +89,7 @@ class _BinFile:
     def __init__(self, path: Path) -> None:
         try:
             tensors = _torch_load(path)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except Exception as error:  # damaged pickles fail in every way there is
             raise ValueError(
                 f"{path} is not a file of plain tensors, or it is damaged; no code in it was run. "
                 f"{_first_line(error)}"
@@ -203,7 +204,8 @@ class ModelCheckpoint:
         self, hf_model: torch.nn.Module, hf_config: Mapping[str, Any] | None = None
     ) -> None:
         self.where = f"the config of the {type(hf_model).__name__}"
-        self.config = dict(hf_config) if hf_config is not None else hf_model.config.to_dict()
+        config: Any = hf_model.config
+        self.config = config.to_dict() if hf_config is None else dict(hf_config)
         self.tensors = hf_model.state_dict()
 
     def names(self) -> set[str]:
@@ -350,6 +352,11 @@ def load_tokenizer(
         )
     except Exception as error:
         if folder is None:  # not on the hub, or no network: text is then simply not available
+            logger.warning(
+                "no tokenizer for %r, so the model takes token ids only: %s",
+                where,
+                _first_line(error),
+            )
             return None
         raise ValueError(
             f"the tokenizer files in {folder} cannot be read ({error}); pass tokenizer="
@@ -364,7 +371,7 @@ class _Delivered:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint = checkpoint
-        self.target = {"device": device, "dtype": dtype}
+        self.device, self.dtype = device, dtype
         self.names, self.describe = checkpoint.names, checkpoint.describe
 
     def read(self, name: str) -> Float[Tensor, "..."]:
@@ -374,7 +381,7 @@ class _Delivered:
                 f"{self.describe(name)}: {name} is {tensor.dtype}; quantised weights are not "
                 "supported"
             )
-        delivered = tensor.to(**self.target)
+        delivered = tensor.to(device=self.device, dtype=self.dtype)
         borrowed = isinstance(self.checkpoint, ModelCheckpoint) and delivered is tensor
         return delivered.clone() if borrowed else delivered
 
@@ -424,8 +431,10 @@ def load_pretrained(
     if default_prepend_bos is not None:
         overrides["default_prepend_bos"] = default_prepend_bos
     cfg, table = _understand(checkpoint, first_n_layers, overrides)
-    target = torch.device(cfg.device if move_to_device else "cpu")
-    state = _read_state(table, _Delivered(checkpoint, target, cfg.dtype), checkpoint.n_bytes())
+    target = torch.device(cfg.device or "cpu") if move_to_device else torch.device("cpu")
+    source = _Delivered(checkpoint, target, parse_dtype(cfg.dtype))
+    state = _read_state(table, source, checkpoint.n_bytes())
+    _conversion().check_angles(cfg, checkpoint.where)  # all sizes are known to be true by now
     _set_context(cfg, state, n_ctx)
     if tokenizer is None and model_name is not None:
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
@@ -462,7 +471,7 @@ def _display_name(model_name: str | os.PathLike[str] | None, checkpoint: Checkpo
 def _read_state(table: Any, source: _Delivered, n_bytes: int) -> dict[str, Float[Tensor, "..."]]:
     state = dict(_with_bar(table.to_native(source), table.n_native, n_bytes))
     for name, shape in table.zeros.items():
-        state[name] = torch.zeros(shape, **source.target)
+        state[name] = torch.zeros(shape, device=source.device, dtype=source.dtype)
     return state
 
 
@@ -565,9 +574,11 @@ def save_pretrained(
     tensors = table.to_hf(model.state_dict())
     for row in table.tied:
         del tensors[row.hf]
-    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    # The model's own copy of the tokenizer adds no BOS any more; what it was made from does.
+    tokenizer = model.text.original if tokenizer is None else tokenizer
     config = {name: value for name, value in config.items() if name != "dtype"}
     config["torch_dtype"] = str(model.cfg.dtype).removeprefix("torch.")
+    config["architectures"] = config.get("architectures") or [table.architecture.hf_class]
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with _replacing(target) as new_file:

@@ -1,7 +1,6 @@
 """HookedTransformer: a decoder whose every intermediate value has a name."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,8 @@ from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.embed import Embed, PosEmbed, Unembed, build_unembed
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.generate import GenerateOutput, generate
+from transformer_lens_lite.checkpoints import CheckpointMethods
+from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import HookPoint
 from transformer_lens_lite.initialisation import initialise
 from transformer_lens_lite.kv_cache import KeyValueCache
@@ -47,7 +47,7 @@ class Output(NamedTuple):
     loss: Tensor
 
 
-class HookedTransformer(TextMethods):
+class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     """A transformer decoder built from a `HookedTransformerConfig`.
 
         model = HookedTransformer.from_pretrained("tiny-lens")
@@ -427,83 +427,6 @@ class HookedTransformer(TextMethods):
         if return_cache_object:
             cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, cache
-
-    # -- generating --
-
-    def generate(
-        self,
-        input: Input = "",
-        max_new_tokens: int = 10,
-        stop_at_eos: bool = True,
-        eos_token_id: int | Sequence[int] | None = None,
-        do_sample: bool = True,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 1.0,
-        freq_penalty: float = 0.0,
-        use_past_kv_cache: bool = True,
-        prepend_bos: bool | None = None,
-        padding_side: str | None = None,
-        return_type: str | None = "input",
-        verbose: bool | None = None,
-        past_kv_cache: KeyValueCache | None = None,
-        attention_mask: Int[Tensor, "batch key_pos"] | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] | None = None,
-        pad_token_id: int | None = None,
-        generator: torch.Generator | None = None,
-        output_logits: bool = False,
-    ) -> str | list[str] | Tensor | GenerateOutput:
-        """Continue a prompt.
-
-        Args:
-            input: a text, several (padded on the left, whatever `padding_side` says), ids
-                [batch, pos], or token embeddings [batch, pos, d_model].
-            max_new_tokens: at most this many; fewer when all rows end.
-            stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by
-                default), or when its new text contains one of these strings.
-            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's order
-                (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
-            freq_penalty, repetition_penalty: against tokens that occurred already.
-            use_past_kv_cache: False runs the whole sequence at every step.
-            past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it is
-                and, with one row, serves any batch. Another is appended to, the prompt and all
-                new tokens but the last.
-            return_type: "input" (the kind the input is), "str", "tokens" (prompt and new; only new
-                for embeddings) or "embeds".
-            verbose: a progress bar: True, False, or None for one in terminals only.
-            pad_token_id: what follows the end of a row (default: the tokenizer's pad, or EOS).
-            generator: source of randomness; a row's tokens do not depend on when other rows end.
-            output_logits: return a `GenerateOutput` with the logits of every step.
-        Raises: ValueError for arguments that mean nothing together, before anything is run.
-        """
-        return generate(
-            self,
-            input,
-            return_type or "input",
-            verbose,
-            output_logits,
-            max_new_tokens=max_new_tokens,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            use_past_kv_cache=use_past_kv_cache,
-            prepend_bos=prepend_bos,
-            past_kv_cache=past_kv_cache,
-            attention_mask=attention_mask,
-            stop=stop,
-            pad_token_id=pad_token_id,
-            sampling={
-                "do_sample": do_sample,
-                "top_k": top_k,
-                "top_p": top_p,
-                "temperature": temperature,
-                "freq_penalty": freq_penalty,
-                "repetition_penalty": repetition_penalty,
-                "min_p": min_p,
-                "generator": generator,
-            },
-        )
 
     # -- flags that may be set at run time --
 

@@ -229,9 +229,7 @@ class CenterWritingWeights(Step):
         if cfg.norm_place == "post":
             return "norm_place='post': attention and MLP read the stream, mean included, directly"
         if cfg.norm_place == "both":
-            return (
-                "norm_place='both': what is added is a norm's output, whose mean no weight can fix"
-            )
+            return "norm_place='both': what is added is a norm's output; its mean is not a weight's"
         return None
 
     def changes(self, cfg: HookedTransformerConfig, state: State) -> dict[str, Any]:

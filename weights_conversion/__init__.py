@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig, closest
-from weights_conversion.fields import Reading
+from weights_conversion.fields import Reading, check_angles
 from weights_conversion.gpt2 import GPT2
 from weights_conversion.llama import LLAMA
 from weights_conversion.table import (
@@ -33,6 +33,7 @@ __all__ = [
     "Tied",
     "Zeros",
     "architecture_for",
+    "check_angles",
     "differences",
     "export_config",
     "first_layers",

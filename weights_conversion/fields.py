@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from transformer_lens_lite.config import ACTIVATIONS, HookedTransformerConfig, closest
 
 _REQUIRED: Any = object()
@@ -38,12 +40,12 @@ COSMETIC = {
     **because(
         "what Hugging Face's forward returns",
         "output_hidden_states output_attentions return_dict return_dict_in_generate "
-        "output_scores tie_last_hidden_states",
+        "output_scores output_past tie_last_hidden_states",
     ),
     **because(
-        "belongs to the tokenizer",
-        "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id mask_token_id "
-        "decoder_start_token_id prefix",
+        "belongs to the tokenizer, or only limits it",
+        "max_sequence_length model_max_length bos_token_id eos_token_id pad_token_id sep_token_id "
+        "unk_token_id mask_token_id decoder_start_token_id prefix",
     ),
     **because(
         "belongs to generation, not to the forward pass",
@@ -60,7 +62,8 @@ COSMETIC = {
     ),
     **because(
         "belongs to heads and models other than the causal language model",
-        "id2label label2id num_labels problem_type finetuning_task task_specific_params "
+        "id2label label2id num_labels _num_labels problem_type finetuning_task "
+        "task_specific_params "
         "summary_type summary_use_proj summary_activation summary_proj_to_labels "
         "tie_encoder_decoder cross_attention_hidden_size",
     ),
@@ -310,6 +313,24 @@ def _numbers(where: str, name: str, values: Any) -> list[float]:
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"{where}: {name} must be a list of numbers, got {values!r}")
     return [_number(where, name, value) for value in values]
+
+
+def check_angles(cfg: HookedTransformerConfig, where: str) -> None:
+    """Refuse rotary parameters that are numbers but give angles that are none (a factor of 0 …)."""
+    if cfg.positional_embedding_type != "rotary":
+        return
+    spec = cfg.rotary_spec("global")
+    lengths = torch.tensor([cfg.n_ctx]) if spec.scaling.varies_with_length else None
+    try:
+        frequencies = spec.scaling.inverse_frequencies(spec.base, spec.dim, lengths)
+        fine = bool(frequencies.isfinite().all()) and math.isfinite(spec.scaling.attention_factor)
+    except (ArithmeticError, ValueError):
+        fine = False
+    if not fine:
+        raise ValueError(
+            f"{where}: rope parameters give angles that are no numbers: "
+            f"rope_theta={spec.base}, {spec.scaling}"
+        )
 
 
 def write_rope(cfg: HookedTransformerConfig) -> dict[str, Any]:

@@ -364,7 +364,7 @@ class Table:
             ValueError: a tensor is missing, or one is there that no row has a place for.
         """
         wanted = [name for placed in self.maps for name in placed.hf]
-        found = {}
+        found: dict[str, str] = {}
         for name in (*wanted, *(row.hf for row in self.tied)):
             for variant in self._variants(name):
                 if variant in names:

@@ -29,14 +29,14 @@ def transposed(d_in: int, d_out: int, **kwargs) -> nn.Parameter:
 
 def in_matrix(weight: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head_d_head d_model"]:
     """The matrix `F.linear` takes to project d_model onto all heads: a view, for every layout we load."""
-    return weight.permute(1, 0, 2).flatten(1).T
+    return weight.mT.reshape(-1, weight.shape[1])
 
 
 def out_matrix(
     weight: Float[Tensor, "head d_head d_model"],
 ) -> Float[Tensor, "d_model head_d_head"]:
     """The matrix `F.linear` takes to project all heads back onto d_model: a view."""
-    return weight.flatten(0, 1).T
+    return weight.reshape(-1, weight.shape[2]).mT
 
 
 def matmul_ready(
