@@ -11,6 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from jaxtyping import install_import_hook
+
+# Shapes and types in signatures are checked at run time, under pytest only; an int passes for a float
+# (PEP 484). Done here because jaxtyping's command-line option takes no options for the type checker.
+install_import_hook(
+    ["transformer_lens_lite", "weights_conversion"],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 

@@ -427,8 +427,8 @@ def test_every_field_of_the_hf_config_is_accounted_for(name: str) -> None:
     architecture = architecture_for(hf_config)
     reading = architecture.reading(hf_config)
     architecture.read(reading)
-    unread = set(hf_config) - reading.names_read - set(COSMETIC) - set(architecture.cosmetic)
-    assert unread == {"is_encoder_decoder"} - reading.names_read
+    unread = set(hf_config) - reading.was_read - set(COSMETIC) - set(architecture.cosmetic)
+    assert unread == {"is_encoder_decoder"} - reading.was_read
 
 
 # Fields that are read but say nothing by themselves.
@@ -454,7 +454,7 @@ def test_flipping_a_field_changes_the_model_or_is_refused(name: str) -> None:
     architecture = architecture_for(hf_config)
     reading = architecture.reading(hf_config)
     architecture.read(reading)
-    for field in sorted(reading.names_read - NAMES_ONLY):
+    for field in sorted(reading.was_read - NAMES_ONLY):
         value = reading.config.get(field)
         changed = dict(hf_config)
         if field in ("rope_theta", "partial_rotary_factor"):  # only where the dict is silent
@@ -521,6 +521,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "lama"}, r"'lama' is not supported. Did you mean 'llama'.*\['gpt2', "),
     ("llama", {"model_type": None}, "no model_type"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
+    ("llama", {"architectures": 3}, "'architectures' must be a list of strings"),
+    ("llama", {"rope_parameters": {"rope_type": [1]}}, r"unknown type \[1\]"),
 ]
 
 
@@ -581,7 +583,9 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, **tiny.ORIGINAL},
     {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 0.9, **tiny.ORIGINAL},
     {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8, **tiny.ORIGINAL},
-    {"rope_type": "yarn", "factor": 4.0, "truncate": False, **tiny.ORIGINAL},
+    {"rope_type": "yarn", "factor": 4.0, "truncate": False, **tiny.YARN},
+    {"rope_type": "yarn", "factor": 4.0, "truncate": None, **tiny.YARN},
+    {"rope_type": "yarn", "factor": 4.0, "truncate": 1, **tiny.YARN},
     {"rope_type": "longrope", **tiny.LONG, **tiny.ORIGINAL},
     {"rope_type": "longrope", **tiny.LONG, "factor": 3.0},
     {"rope_type": "longrope", **tiny.LONG, **tiny.ORIGINAL, "attention_factor": 1.2},

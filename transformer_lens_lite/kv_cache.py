@@ -17,8 +17,9 @@ from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
 
-KeysOrValues = Float[Tensor, "batch kv_head key_pos d_head"]
-Segment = tuple[KeysOrValues, KeysOrValues]
+NewKeys = Float[Tensor, "batch kv_head new_pos d_head"]  # or values
+StoredKeys = Float[Tensor, "_row kv_head _key_pos d_head"]  # or values; _: sizes differ by segment
+Segment = tuple[StoredKeys, StoredKeys]
 FIRST_CAPACITY = 64
 
 
@@ -102,7 +103,7 @@ class KeyValueCacheEntry:
             )
         return joined_keys.transpose(1, 2), joined_values.transpose(1, 2)
 
-    def extend(self, keys: KeysOrValues, values: KeysOrValues) -> tuple[Segment, ...]:
+    def extend(self, keys: NewKeys, values: NewKeys) -> tuple[Segment, ...]:
         """The segments attention reads: what is stored, and the new positions.
 
         Nothing counts as stored until `advance`: a forward that fails half way leaves no trace.
@@ -122,7 +123,7 @@ class KeyValueCacheEntry:
         if not self.frozen:
             self._length += n_new
 
-    def _joined_with_graph(self, keys: KeysOrValues, values: KeysOrValues) -> Segment:
+    def _joined_with_graph(self, keys: NewKeys, values: NewKeys) -> Segment:
         """Writing in place would break the graph of earlier steps, so join into new tensors."""
         self._keys = torch.cat((self._keys[:, :, : self._length], keys), 2)
         self._values = torch.cat((self._values[:, :, : self._length], values), 2)
@@ -140,7 +141,7 @@ class KeyValueCacheEntry:
             new[:, :, : self._length] = old[:, :, : self._length].detach()
             setattr(self, name, new)
 
-    def check(self, keys: KeysOrValues) -> None:
+    def check(self, keys: NewKeys) -> None:
         """Raise the ValueError that says why these keys do not fit, before anything is written."""
         batch, n_heads, n_new, d_head = keys.shape
         self.check_batch(batch)
@@ -177,7 +178,7 @@ class KeyValueCacheEntry:
         new.prefix = tuple((k.detach(), v.detach()) for k, v in self.segments if k.shape[2])
         return new
 
-    def replaced(self, keys: KeysOrValues, values: KeysOrValues) -> "KeyValueCacheEntry":
+    def replaced(self, keys: StoredKeys, values: StoredKeys) -> "KeyValueCacheEntry":
         """An entry like this one that holds exactly these."""
         new = copy.copy(self)
         new.prefix = ()

@@ -123,7 +123,7 @@ def _updated(
         return dict(original)
     rows = architecture.rows(before, reading)
     had = {name for row in rows if isinstance(row, Map) for name in natives_of(row)}
-    kept = {name: value for name, value in reading.config.items() if name not in reading.names_read}
+    kept = {name: value for name, value in reading.config.items() if name not in reading.was_read}
     kept["architectures"] = original.get("architectures")
     return _written(architecture, cfg, lambda name: name in had or needs(name), kept)
 

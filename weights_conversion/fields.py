@@ -112,11 +112,11 @@ class Reading:
         # The family's own spelling wins over an alias, whatever the order in the file.
         self.config = {**renamed, **{n: v for n, v in config.items() if n in renamed}}
         self.where = where
-        self.names_read: set[str] = set()
+        self.was_read: set[str] = set()
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The value as it is, a copy."""
-        self.names_read.add(name)
+        self.was_read.add(name)
         value = self.config.get(name)
         return default if value is None else copy.deepcopy(value)
 
@@ -140,6 +140,12 @@ class Reading:
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
         return self._typed(name, default, "a string", lambda v: isinstance(v, str))
+
+    def names(self, name: str) -> list[str]:
+        def accepts(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+        return self._typed(name, [], "a list of strings", accepts)
 
     def mapping(self, name: str) -> dict[str, Any]:
         return self._typed(name, {}, "a JSON object", lambda v: isinstance(v, dict))
@@ -166,7 +172,7 @@ class Reading:
         Harmless are: cosmetic fields, the default of Hugging Face's config class, and an empty
         value in a field that class does not have.
         """
-        known = self.names_read | set(COSMETIC) | set(cosmetic)
+        known = self.was_read | set(COSMETIC) | set(cosmetic)
         left = {name: value for name, value in self.config.items() if name not in known}
         if not left:
             return
@@ -232,7 +238,10 @@ def rope(
     """
     where = f"{reading.where}: rope parameters"
     new, old = reading.mapping("rope_parameters"), reading.mapping("rope_scaling")
-    values = {key: value for key, value in (old or new).items() if value is not None}
+    values = dict(old or new)
+    if "truncate" in values:  # for Hugging Face null is false here; elsewhere it is "not given"
+        values["truncate"] = bool(values["truncate"])
+    values = {key: value for key, value in values.items() if value is not None}
     # A value in the dict wins over the field beside it; both count as read.
     outside = reading.number("rope_theta", theta)
     base = values.pop("rope_theta", outside)
@@ -255,7 +264,7 @@ def rope(
 
 
 def _check_rope_keys(where: str, kind: Any, values: dict[str, Any]) -> None:
-    if kind not in _ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ValueError(
             f"{where}: unknown type {kind!r}.{closest(str(kind), _ROPE_TYPES)} "
             f"Supported: {sorted(_ROPE_TYPES)}"
@@ -302,7 +311,7 @@ def _scaling(
     if kind in ("yarn", "longrope"):
         found.setdefault("factor", max_positions / original)
     if kind == "yarn":
-        found["truncate"] = bool(values.get("truncate", True))
+        found["truncate"] = values.get("truncate", True)
         for name in ("beta_fast", "beta_slow"):
             if not found.get(name, True):
                 del found[name]  # 0 means the default

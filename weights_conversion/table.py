@@ -269,8 +269,8 @@ class Architecture:
             ValueError: a field that is missing, of the wrong type, not supported, or not known.
         """
         fields = {"original_architecture": self.hf_class, **self.read_config(reading)}
-        if architectures := reading.raw("architectures"):
-            fields["original_architecture"] = str(architectures[0])
+        if architectures := reading.names("architectures"):
+            fields["original_architecture"] = architectures[0]
         try:
             cfg = HookedTransformerConfig(**{**fields, **overrides})
         except ValueError as error:
