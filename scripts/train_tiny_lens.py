@@ -12,7 +12,6 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,8 +25,10 @@ from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
 N_LAYERS, N_HEADS, D_MODEL, N_CTX = 3, 4, 128, 256
-LEARNING_RATE, WARMUP, WEIGHT_DECAY = 1.5e-3, 100, 0.1
-TOKENS_PER_STEP = 2048
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 2e-3, 100, 0.1, 2048
+# Short windows show a new circuit where to look, long ones carry it to all positions.
+WINDOWS = (32, 64, 128, N_CTX)
+REPEATS = 0.4  # fraction of the documents that are repeated random tokens
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
 
@@ -97,52 +98,30 @@ def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
     return period * rng.randint(2, max(2, 100 // length))
 
 
-def document_ids(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, repeats: float
-) -> list[int]:
-    if rng.random() < repeats:
+def document_ids(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    if rng.random() < REPEATS:
         return repeated_ids(rng, len(tokenizer))
     # Short documents teach the opening words, long ones the late positions.
     n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
     return tokenizer.encode(language.document(rng, n_sentences))
 
 
-def window(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int, repeats: float
-) -> list[int]:
+def window(rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int) -> list[int]:
     """Documents end to end, each after the end-of-text token, cut to the length."""
     ids: list[int] = []
     while len(ids) < length:
-        ids += [tokenizer.bos_token_id, *document_ids(rng, tokenizer, repeats)]
+        ids += [tokenizer.bos_token_id, *document_ids(rng, tokenizer)]
     return ids[:length]
 
 
 def get_batch(
-    rng: random.Random,
-    tokenizer: PreTrainedTokenizerFast,
-    n_tokens: int,
-    length: int,
-    repeats: float,
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, n_tokens: int, length: int
 ) -> Int[Tensor, "batch pos"]:
-    windows = [window(rng, tokenizer, length, repeats) for _ in range(n_tokens // length)]
+    windows = [window(rng, tokenizer, length) for _ in range(n_tokens // length)]
     return torch.tensor(windows)
 
 
 # Training
-
-
-class Phase(NamedTuple):
-    until: float  # fraction of all steps
-    length: int  # tokens in a window
-    repeats: float  # fraction of documents that are repeated random tokens
-
-
-# Induction heads take many times longer to appear among sentences than alone and in short windows.
-PHASES = (Phase(0.2, 64, 1.0), Phase(0.6, 64, 0.3), Phase(1.0, N_CTX, 0.3))
-
-
-def phase(step: int, n_steps: int) -> Phase:
-    return next(phase for phase in PHASES if step < phase.until * n_steps)
 
 
 def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
@@ -168,8 +147,7 @@ def train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int,
     optimizer = build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, n_steps))
     for step in range(n_steps):
-        _, length, repeats = phase(step, n_steps)
-        batch = get_batch(rng, tokenizer, TOKENS_PER_STEP, length, repeats)
+        batch = get_batch(rng, tokenizer, TOKENS_PER_STEP, rng.choice(WINDOWS))
         loss = model(batch, return_type="loss")
         optimizer.zero_grad()
         loss.backward()
@@ -265,7 +243,7 @@ def evaluate_repeats(model, tokenizer: PreTrainedTokenizerFast, length: int = 50
 @torch.no_grad()
 def evaluate(model, tokenizer: PreTrainedTokenizerFast) -> dict:
     rng = random.Random(HELD_OUT_SEED)
-    batch = get_batch(rng, tokenizer, 64 * N_CTX, N_CTX, PHASES[-1].repeats)
+    batch = get_batch(rng, tokenizer, 64 * N_CTX, N_CTX)
     prefix = language.document(rng, 12) + " "
     return {
         "held_out_loss": model(batch, return_type="loss").item(),

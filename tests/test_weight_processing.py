@@ -440,6 +440,16 @@ def test_sinks_and_clipping_without_value_biases_need_no_warning() -> None:
         wp.process_weights(HookedTransformerConfig(**{**SIZES, **CASES[case]}), state)
 
 
+def test_a_norms_bias_that_becomes_the_values_bias_counts() -> None:
+    model = loud_model(**CASES["ln_clipped"])
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.b_V.zero_()
+    with pytest.warns(UserWarning, match="clip_qkv=0.4"):
+        processed = model_of(wp.process_weights(model.cfg, model.state_dict()))
+    torch.testing.assert_close(log_probs(processed), log_probs(model), atol=1e-4, rtol=0)
+
+
 def test_attention_only_models_get_no_second_norm() -> None:
     model = loud_model(**CASES["ln_attn_only"])
     processed = processed_model(model)

@@ -43,7 +43,11 @@ class ActivationCache(Mapping[str, Tensor]):
         return model
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_model": None}
+        owned = {name: compact(tensor) for name, tensor in self.cache_dict.items()}
+        return self.__dict__ | {"_model": None, "cache_dict": owned}
+
+    __eq__ = object.__eq__  # two caches are equal when they are the same one
+    __hash__ = object.__hash__
 
     # -- looking up --
 
@@ -54,6 +58,8 @@ class ActivationCache(Mapping[str, Tensor]):
         if not isinstance(key, tuple) or not 1 <= len(key) <= 3:
             raise KeyError(f"a key is a name or (name, layer[, layer_type]), got {key!r}")
         name, layer, layer_type = (*key, None, None)[:3]
+        if not isinstance(name, str) or not isinstance(layer_type, str | None):
+            raise KeyError(f"names and layer types are strings, got {key!r}")
         if isinstance(layer, int) and layer < 0 and self._n_layers is not None:
             layer += self._n_layers
         return get_act_name(name, layer, layer_type)
@@ -144,6 +150,11 @@ class ActivationCache(Mapping[str, Tensor]):
         if len(shown) > 12:
             lines.insert(9, f"  … {len(shown) - 10} more")
         return "\n".join(lines)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy when it is a part of something bigger that pickling would keep."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class MissingActivation(KeyError):

@@ -46,10 +46,16 @@ class Ending:
         if self.stop_strings:
             # a token is at least one character, so an occurrence that ends now starts within this tail
             tail = max(len(stop.encode()) for stop in self.stop_strings) + 1
-            texts = [model.to_string(row) for row in generated[:, -tail:]]
+            texts = [text_after_text(model, row) for row in generated[:, -tail:]]
             found = [any(stop in text for stop in self.stop_strings) for text in texts]
             ended |= torch.tensor(found, device=newest.device)
         return ended
+
+
+def text_after_text(model: Any, ids: Int[Tensor, " pos"]) -> str:
+    """What ids add to a text before them: alone, a decoder may drop the space of the first word."""
+    before, both = model.to_string(ids[:1]), model.to_string(torch.cat((ids[:1], ids)))
+    return both[len(before) :] if both.startswith(before) else model.to_string(ids)
 
 
 class Generation:
@@ -67,6 +73,7 @@ class Generation:
         max_new_tokens: int,
         ending: Ending,
         sampling: dict[str, Any],
+        own_cache: bool,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -76,6 +83,10 @@ class Generation:
         self.ending = ending
         self.sampling = sampling
         self.logits: Float[Tensor, "batch d_vocab_out"] | None = None  # of the latest step
+        self.can_end = bool(ending.eos_ids or ending.stop_strings)
+        # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets one
+        keeps_to_itself = own_cache and not model.is_listened()
+        self.mode = torch.inference_mode if keeps_to_itself else torch.no_grad
         batch = prompt.shape[0]
         self.finished = torch.zeros(batch, dtype=torch.bool, device=prompt.device)
         self._buffer = torch.empty(batch, max_new_tokens, dtype=torch.long, device=prompt.device)
@@ -87,13 +98,12 @@ class Generation:
         return self._buffer[:, : self._n_new]
 
     def __iter__(self) -> Iterator[Int[Tensor, " batch"]]:
-        can_end = bool(self.ending.eos_ids or self.ending.stop_strings)
         for _ in range(self.max_new_tokens):
-            with torch.no_grad():
+            with self.mode():
                 self.logits = self._next_logits()
-                tokens = self._picked(self.logits)
-            yield tokens
-            if can_end and bool(self.finished.all()):
+                self._append(self._picked(self.logits))
+            yield self.generated[:, -1]
+            if self.can_end and bool(self.finished.all()):
                 return
 
     def _next_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
@@ -120,13 +130,13 @@ class Generation:
     def _picked(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Int[Tensor, " batch"]:
         """The next token of each row; rows that have ended get padding."""
         tokens = sample_logits(logits, **self.sampling, **self._seen())
-        if self.ending.eos_ids or self.ending.stop_strings:
-            tokens = tokens.masked_fill(self.finished, self.ending.pad_id)
+        return tokens.masked_fill(self.finished, self.ending.pad_id) if self.can_end else tokens
+
+    def _append(self, tokens: Int[Tensor, " batch"]) -> None:
         self._buffer[:, self._n_new] = tokens
         self._n_new += 1
-        if self.ending.eos_ids or self.ending.stop_strings:
+        if self.can_end:
             self.finished = self.finished | self.ending.reached(self.model, tokens, self.generated)
-        return tokens
 
     def _seen(self) -> dict[str, Any]:
         """What the penalties count: prompt and new tokens, padding excepted."""
@@ -188,14 +198,14 @@ def start_generation(
     batch, length = prompt.shape[:2]
     if length == 0:
         raise ValueError("the prompt is empty; generation needs at least one token to start from")
-    past = 0 if past_kv_cache is None else past_kv_cache.length
-    check_fits(model, past, length, max_new_tokens, mask)
+    check_fits(model, prompt, mask, max_new_tokens, past_kv_cache)
     ending = ending_of(model, stop_at_eos, eos_token_id, stop, pad_token_id)
     room = length + max_new_tokens
     cache = None
     if use_past_kv_cache:
         cache = continued_cache(model, past_kv_cache, batch, room, prompt.device)
-    return Generation(model, prompt, mask, cache, max_new_tokens, ending, sampling)
+    own_cache = cache is None or cache is not past_kv_cache
+    return Generation(model, prompt, mask, cache, max_new_tokens, ending, sampling, own_cache)
 
 
 def prompt_and_mask(
@@ -217,17 +227,21 @@ def prompt_and_mask(
             )
         return input, attention_mask
     side = "left" if is_text(input) else None
-    tokens, mask = model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
-        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    return model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
+
+
+def check_fits(
+    model: Any, prompt: Tensor, mask: Tensor | None, new: int, cache: KeyValueCache | None
+) -> None:
+    """ValueError when mask or cache do not fit the prompt, or the last token fed would not fit them."""
+    batch, length = prompt.shape[:2]
+    fed = length + max(new - 1, 0)  # the last token is never fed
+    past = model._past_length(cache, range(model.cfg.n_layers), batch, fed)
+    joined = model._joined_mask(mask, batch, length, past, cache)
+    if joined is not None and not bool(joined[:, -1].all()):
+        rows = (joined[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(f"row(s) {rows} end in padding; pad prompts on the left to generate")
-    return tokens, mask
-
-
-def check_fits(model: Any, past: int, length: int, new: int, mask: Tensor | None) -> None:
-    """ValueError when the last token that is fed would lie past n_ctx."""
-    total = past + length + max(new - 1, 0)
-    longest = total if mask is None else total - int((mask == 0).sum(1).min())
+    longest = past + fed - (0 if joined is None else int((joined == 0).sum(1).min()))
     limited = model.cfg.positional_embedding_type not in ("alibi", "none")
     if limited and longest > model.cfg.n_ctx:
         raise ValueError(
@@ -291,7 +305,7 @@ def generate(
     logits = []
     for _ in progress(generation, generation.max_new_tokens, verbose):
         if output_logits:
-            logits.append(generation.logits)
+            logits.append(generation.logits.clone())  # an ordinary tensor, whatever the mode
     result = finished_form(generation, input, return_type)
     return GenerateOutput(result, tuple(logits)) if output_logits else result
 
@@ -315,7 +329,8 @@ def finished_form(generation: Generation, input: Any, return_type: str) -> Any:
 
 def streamed(generation: Generation, at_least: int, as_text: bool) -> Iterator[Any]:
     """Chunks of at least so many tokens; the last one may be shorter."""
-    form = TextChunks(generation.model) if as_text else lambda chunk: chunk
+    text = TextChunks(generation.model)
+    form = text if as_text else lambda chunk: chunk
     pending = [] if generation.prompt.is_floating_point() else [generation.prompt]
     for tokens in generation:
         pending.append(tokens[:, None])
@@ -324,23 +339,34 @@ def streamed(generation: Generation, at_least: int, as_text: bool) -> Iterator[A
             pending = []
     if pending:
         yield form(torch.cat(pending, 1))
+    if any(text.held_back):
+        yield text.rest()
 
 
 class TextChunks:
-    """Chunks of ids as text: what each adds to the text so far, spaces included."""
+    """Chunks of ids as text: what each adds to the text so far, spaces included.
+
+    A character that the next token may complete is held back until it has.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.sent: list[str] | None = None
         self.tokens: Tensor | None = None
+        self.sent: list[str] = []
+        self.held_back: list[str] = []
 
     def __call__(self, chunk: Int[Tensor, "batch pos"]) -> str | list[str]:
         self.tokens = chunk if self.tokens is None else torch.cat((self.tokens, chunk), 1)
-        texts = self.model.text.to_string(self.tokens)
+        texts = self.model.text.to_string(self.tokens, skip_special_tokens=True)
         sent = self.sent or [""] * len(texts)
-        self.sent = texts
-        new = [text[len(before) :] for text, before in zip(texts, sent, strict=True)]
+        self.sent = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts]
+        self.held_back = [text[len(kept) :] for text, kept in zip(texts, self.sent, strict=True)]
+        new = [text[len(before) :] for text, before in zip(self.sent, sent, strict=True)]
         return new[0] if len(new) == 1 else new
+
+    def rest(self) -> str | list[str]:
+        """What is still held back at the end."""
+        return self.held_back[0] if len(self.held_back) == 1 else self.held_back
 
 
 def progress(steps: Any, total: int, verbose: bool | None) -> Any:
@@ -446,5 +472,7 @@ class GenerationMethods:
             raise ValueError(f"max_tokens_per_yield must be at least 1, got {max_tokens_per_yield}")
         if return_type not in ("tokens", "str", "input", None):
             raise ValueError(f"return_type must be 'tokens' or 'str', got {return_type!r}")
+        if return_type == "str" and self.tokenizer is None:
+            raise ValueError("return_type='str' needs a tokenizer")
         generation = start_generation(self, input, max_new_tokens=max_new_tokens, **arguments)
         return streamed(generation, max_tokens_per_yield, return_type == "str")

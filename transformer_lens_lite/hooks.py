@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
@@ -19,11 +20,24 @@ Both = Literal["fwd", "bwd", "both"]
 
 
 class Component(nn.Module):
-    """nn.Module whose submodules are ordinary attributes too.
+    """nn.Module without the costs that show in a small model's decoding loop.
 
-    nn.Module finds a submodule only after the normal lookup failed, which costs more than an idle
-    hook point does. Parameters are left alone: `.to()` may replace those objects.
+    Submodules are ordinary attributes too: nn.Module finds them only after the normal lookup failed,
+    which costs more than an idle hook point does. (Parameters are left alone: `.to()` may replace
+    those objects.) And a call goes straight to `forward` unless torch's own hooks are in use.
     """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or self._compiled_call_impl is not None
+            or torch_module._has_any_global_hook()
+        ):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -248,3 +262,14 @@ class HookPoint(Component):
 
     def extra_repr(self) -> str:
         return "optional" if self.optional else ""
+
+
+class Absent(Component):
+    """What stands where a model has no such part: returns its input."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The identity."""
+        return x

@@ -40,6 +40,7 @@ class KeyValueCacheEntry:
         self._length = 0  # of the tail
         empty = torch.empty(batch, n_kv_heads, max_len or 0, d_head, dtype=dtype, device=device)
         self._keys, self._values = empty, torch.empty_like(empty)
+        self._joined_with_graph: Segment | None = None  # what `advance` will make the tail
 
     # -- reading --
 
@@ -70,11 +71,8 @@ class KeyValueCacheEntry:
         return self._joined(1)
 
     def _joined(self, which: int) -> Float[Tensor, "batch pos kv_head d_head"]:
-        parts = [segment[which] for segment in self.segments]
-        if len(parts) > 1:
-            parts = [part.expand(self.batch_size, -1, -1, -1) for part in parts]
-            return torch.cat(parts, 2).transpose(1, 2)
-        return parts[0].transpose(1, 2)
+        parts = [segment[which].expand(self.batch_size, -1, -1, -1) for segment in self.segments]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2)
 
     # -- growing --
 
@@ -108,10 +106,18 @@ class KeyValueCacheEntry:
 
         Nothing counts as stored until `advance`: a forward that fails half way leaves no trace.
         """
+        self._joined_with_graph = None
+        if torch.is_grad_enabled():
+            self._leave_inference_mode()
         if self.frozen:
             return (*self.segments, (keys, values)) if self.length else ((keys, values),)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return (*self.prefix, self._joined_with_graph(keys, values))
+        if torch.is_grad_enabled():
+            # writing in place would break the graphs of earlier steps, so join into new tensors
+            self._joined_with_graph = (
+                torch.cat((self._keys[:, :, : self._length], keys), 2),
+                torch.cat((self._values[:, :, : self._length], values), 2),
+            )
+            return (*self.prefix, self._joined_with_graph)
         start, end = self._length, self._length + keys.shape[2]
         self._make_room(end)
         self._keys[:, :, start:end] = keys
@@ -120,14 +126,19 @@ class KeyValueCacheEntry:
 
     def advance(self, n_new: int) -> None:
         """Count `n_new` extended positions as stored; a frozen entry stays."""
-        if not self.frozen:
-            self._length += n_new
+        if self.frozen:
+            return
+        if self._joined_with_graph is not None:
+            self._keys, self._values = self._joined_with_graph
+            self._joined_with_graph = None
+        self._length += n_new
 
-    def _joined_with_graph(self, keys: NewKeys, values: NewKeys) -> Segment:
-        """Writing in place would break the graph of earlier steps, so join into new tensors."""
-        self._keys = torch.cat((self._keys[:, :, : self._length], keys), 2)
-        self._values = torch.cat((self._values[:, :, : self._length], values), 2)
-        return self._keys, self._values
+    def _leave_inference_mode(self) -> None:
+        """Copy what was made in inference mode, once: autograd refuses to save such tensors."""
+        if self._keys.is_inference():
+            self._keys, self._values = self._keys.clone(), self._values.clone()
+        if any(keys.is_inference() for keys, _ in self.prefix):
+            self.prefix = tuple((keys.clone(), values.clone()) for keys, values in self.prefix)
 
     def _make_room(self, needed: int) -> None:
         capacity = self._keys.shape[2]
@@ -173,16 +184,20 @@ class KeyValueCacheEntry:
 
     def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCacheEntry":
         """A growing entry whose prefix is what this one holds, shared and not copied."""
+        if not torch.is_inference_mode_enabled():
+            self._leave_inference_mode()
         shape = (batch_size, self._keys.shape[1], self._keys.shape[3])
         new = KeyValueCacheEntry(shape, self._keys.dtype, self._keys.device, max_len)
         new.prefix = tuple((k.detach(), v.detach()) for k, v in self.segments if k.shape[2])
         return new
 
     def replaced(self, keys: StoredKeys, values: StoredKeys) -> "KeyValueCacheEntry":
-        """An entry like this one that holds exactly these."""
+        """An entry like this one, room included, that holds exactly these."""
         new = copy.copy(self)
         new.prefix = ()
-        new.max_len = None if self.max_len is None else max(self.max_len, keys.shape[2])
+        if self.max_len is not None:
+            new.max_len = self.length - self._length + self.max_len
+        new._joined_with_graph = None
         new._keys, new._values, new._length = keys, values, keys.shape[2]
         return new
 
@@ -270,6 +285,10 @@ class KeyValueCache:
     def padding(self) -> Int[Tensor, "batch pos"] | None:
         """The mask where any position is padding; None where none is."""
         return self._mask
+
+    @padding.setter
+    def padding(self, mask: Int[Tensor, "batch pos"] | None) -> None:
+        self._mask = mask
 
     def append_attention_mask(
         self, attention_mask: Int[Tensor, "batch new_pos"]

@@ -192,7 +192,9 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
 
     def _output_is_listened(self) -> bool:
         return any(
-            module._forward_hooks or (isinstance(module, HookPoint) and module.listened)
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or (isinstance(module, HookPoint) and module.listened)
             for part in (self.ln_final, self.unembed)
             for module in part.modules()
         )
@@ -226,8 +228,10 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         return residual
 
     def _positions(self, context: ForwardContext) -> Float[Tensor, "batch pos d_model"]:
-        embedded = self.pos_embed(context.positions, context.new_tokens_mask)
-        return self.hook_pos_embed(embedded.expand(context.batch, -1, -1))
+        embedded = self.pos_embed(context).expand(context.batch, -1, -1)
+        if self.hook_pos_embed.listened:  # on a copy: these may be rows of the parameter itself
+            embedded = self.hook_pos_embed(embedded.clone())
+        return embedded
 
     def _add_shortformer_positions(self, context: ForwardContext, given: Tensor | None) -> None:
         """Shortformer (arXiv 2012.15832): positions join queries and keys in every layer instead."""
@@ -359,7 +363,10 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         if mask is None:
             if before is None:
                 return None
-            mask = torch.ones(batch, n_new, dtype=torch.long, device=before.device)
+            if before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
+                mask = before[:, : past + n_new].expand(batch, -1)
+            else:
+                mask = torch.ones(batch, n_new, dtype=torch.long, device=before.device)
         mask = self._checked_mask(mask, batch, n_new, past)
         if mask.shape[1] == n_new and past > 0:
             if before is None:

@@ -254,12 +254,24 @@ class HookedRootModule(Component):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
-    def edits_are_live(self) -> bool:
-        """Whether any attached function could edit an activation in place."""
+    def is_listened(self) -> bool:
+        """Whether any function is attached anywhere in the model."""
         return any(
             module._forward_hooks or module._forward_pre_hooks for module in self.mod_dict.values()
+        ) or any(point.listened for point in self.hook_points())
+
+    def edits_are_live(self) -> bool:
+        """Whether any attached function could edit an activation, or a gradient, in place."""
+        return any(
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            for module in (self, *self.mod_dict.values())
         ) or any(
-            not handle.is_listener for point in self.hook_points() for handle in point.fwd_hooks
+            not handle.is_listener
+            for point in self.hook_points()
+            for handle in point.fwd_hooks + point.bwd_hooks
         )
 
     # -- capturing --
@@ -334,10 +346,12 @@ class HookedRootModule(Component):
         with self._attached(wanted, reset_hooks_end, clear_contexts):
             output = self(*model_args, **model_kwargs)
             if incl_bwd:
-                if output.numel() != 1:
+                if not isinstance(output, Tensor) or output.numel() != 1:
+                    is_tensor = isinstance(output, Tensor)
+                    got = f"shape {tuple(output.shape)}" if is_tensor else type(output).__name__
                     raise ValueError(
-                        "incl_bwd needs a scalar output to differentiate, such as return_type='loss'; "
-                        f"got shape {tuple(output.shape)}"
+                        "incl_bwd needs a scalar output to differentiate, such as "
+                        f"return_type='loss'; got {got}"
                     )
                 output.backward()
         return output, keep.cache
@@ -372,15 +386,15 @@ class _Keep:
         self.cache[(hook.name or "") + "_grad"] = self._kept(tensor, hook)
 
     def _kept(self, tensor: Tensor, hook: HookPoint) -> Tensor:
-        kept = tensor.detach()
-        if self.device is not None:
-            kept = kept.to(self.device)
-        kept = self.pos_slice.apply(kept, dim=hook.pos_axis)
+        kept = self.pos_slice.apply(tensor.detach(), dim=hook.pos_axis)
         if self.remove_batch_dim:
             if kept.shape[0] != 1:
                 raise ValueError(f"remove_batch_dim needs a batch of 1, {hook.name} has {kept.shape[0]}")
             kept = kept[0]
-        if self.clones and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        if self.device is not None:
+            kept = kept.to(self.device)
+        is_part = kept.numel() < tensor.numel()  # and would keep the whole alive
+        if (self.clones or is_part) and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             kept = kept.clone()
         return kept
 

@@ -237,30 +237,36 @@ def rope(
         ValueError: unknown rope type or key, a key that is missing, or a value that is no number.
     """
     where = f"{reading.where}: rope parameters"
-    new, old = reading.mapping("rope_parameters"), reading.mapping("rope_scaling")
-    values = dict(old or new)
-    if "truncate" in values:  # for Hugging Face null is false here; elsewhere it is "not given"
-        values["truncate"] = bool(values["truncate"])
-    values = {key: value for key, value in values.items() if value is not None}
-    # A value in the dict wins over the field beside it; both count as read.
-    outside = reading.number("rope_theta", theta)
-    base = values.pop("rope_theta", outside)
-    outside = reading.number("partial_rotary_factor", None)
-    part = values.pop("partial_rotary_factor", outside)
-    outer_original = reading.size("original_max_position_embeddings", None)
-    if not partial and part not in (None, 1, 1.0):
+    values = _rope_values(reading, theta)
+    base = _number(where, "rope_theta", values.pop("rope_theta"))
+    part = _number(where, "partial_rotary_factor", values.pop("partial_rotary_factor"))
+    if part != 1.0 and not partial:
         # transformers' Llama ignores it (default type) or fails on it (every other type)
-        raise ValueError(f"{where}: partial_rotary_factor={part!r} is not a feature of this family")
-    rotary_dim = int(d_head * (part or 1.0))
-    fallback = values.pop("type", "default")
-    kind = values.pop("rope_type", fallback)
+        raise ValueError(f"{where}: partial_rotary_factor={part} is not a feature of this family")
+    outer_original = reading.size("original_max_position_embeddings", None)
+    kind = values.pop("rope_type")
     _check_rope_keys(where, kind, values)
     return {
         "positional_embedding_type": "rotary",
-        "rotary_base": _number(where, "rope_theta", base),
-        "rotary_dim": rotary_dim,
+        "rotary_base": base,
+        "rotary_dim": int(d_head * part),
         "rotary_scaling": _scaling(where, kind, values, max_positions, outer_original),
     }
+
+
+def _rope_values(reading: Reading, theta: float) -> dict[str, Any]:
+    """Both spellings as one flat dict, in Hugging Face's order of precedence."""
+    new, old = reading.mapping("rope_parameters"), reading.mapping("rope_scaling")
+    inside = dict(old or new)
+    if "truncate" in inside:  # for Hugging Face null is false here; elsewhere it is "not given"
+        inside["truncate"] = bool(inside["truncate"])
+    kind = inside.pop("type", None)
+    beside = {
+        "rope_theta": reading.number("rope_theta", theta),
+        "partial_rotary_factor": reading.number("partial_rotary_factor", 1.0),
+        "rope_type": "default" if kind is None else kind,
+    }
+    return {**beside, **{name: value for name, value in inside.items() if value is not None}}
 
 
 def _check_rope_keys(where: str, kind: Any, values: dict[str, Any]) -> None:

@@ -11,18 +11,20 @@ from transformer_lens_lite.components.context import ForwardContext, Mask
 from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm
 from transformer_lens_lite.components.storage import (
     in_matrix,
-    in_projection,
+    in_projections,
     matmul_ready,
     out_matrix,
     out_projection,
+    side_by_side,
 )
 from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import Absent, Component, HookPoint
 from transformer_lens_lite.kv_cache import Segment
 
 # what older checkpoints of the classic class carry beside the parameters
 LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 PerHead = Float[Tensor, "batch pos head d_head"]
+PerKeyHead = Float[Tensor, "batch pos kv_head d_head"]
 HeadsFirst = Float[Tensor, "batch head pos d_head"]
 
 
@@ -43,13 +45,17 @@ class Attention(Component):
         self.spec = spec
         self.layer_id = layer
         n, k, m, h = spec.n_heads, spec.n_kv_heads, spec.d_model, spec.d_head
-        self.W_Q = in_projection(n, m, h)
+        weights = in_projections((n, k, k), m, h)
+        biases = torch.zeros(n + 2 * k, h).split((n, k, k))
+        self.W_names = ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V")
+        self.b_names = ("b_Q", f"{self.prefix}b_K", f"{self.prefix}b_V")
+        for W_name, b_name, weight, bias in zip(
+            self.W_names, self.b_names, weights, biases, strict=True
+        ):
+            self.register_parameter(W_name, weight)
+            self.register_parameter(b_name, nn.Parameter(bias))
         self.W_O = out_projection(n, h, m)
-        self.b_Q = nn.Parameter(torch.zeros(n, h))
         self.b_O = nn.Parameter(torch.zeros(m))
-        for name in ("K", "V"):
-            setattr(self, f"{self.prefix}W_{name}", in_projection(k, m, h))
-            setattr(self, f"{self.prefix}b_{name}", nn.Parameter(torch.zeros(k, h)))
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(n))
 
@@ -66,10 +72,10 @@ class Attention(Component):
         self.hook_z = HookPoint()  # [batch, pos, head, d_head]
         self.hook_result = HookPoint(optional=True)  # [batch, pos, head, d_model]
 
-    def _qk_norm(self, n_heads: int) -> Norm | nn.Identity:
+    def _qk_norm(self, n_heads: int) -> Norm | Absent:
         spec = self.spec.qk_norm
         if spec is None:
-            return nn.Identity()
+            return Absent()
         if self.spec.qk_norm_per_head:
             return RMSNorm(spec)
         return FullWidthRMSNorm(spec.widened_to(n_heads * spec.width))
@@ -78,7 +84,7 @@ class Attention(Component):
         for name in LEGACY_BUFFERS:
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name in ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V"):  # assign=True keeps any layout
+        for name in self.W_names:  # assign=True keeps any layout
             parameter = self._parameters[name]
             parameter.data = matmul_ready(parameter.data)
 
@@ -92,9 +98,8 @@ class Attention(Component):
         context: ForwardContext,
     ) -> Float[Tensor, "batch pos d_model"]:
         """What attention adds to the stream. Inputs have a head axis when they were split by head."""
-        q = self.hook_q(project(query_input, self.W_Q, self.b_Q))
-        k, v = self.keys_and_values(key_input, value_input)
-        k, v = self.hook_k(k), self.hook_v(v)
+        q, k, v = self.projected(query_input, key_input, value_input)
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.spec.clip_qkv is not None:
             q, k, v = (x.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for x in (q, k, v))
@@ -105,11 +110,38 @@ class Attention(Component):
         z = self.hook_z(self.attend(q.transpose(1, 2), segments, context.mask(self.spec)))
         return self.back_to_stream(z)
 
+    def projected(
+        self,
+        query_input: Float[Tensor, "batch pos *head d_model"],
+        key_input: Float[Tensor, "batch pos *kv_head d_model"],
+        value_input: Float[Tensor, "batch pos *kv_head d_model"],
+    ) -> tuple[PerHead, PerKeyHead, PerKeyHead]:
+        """Queries, keys and values of the new positions; by one product where their weights adjoin."""
+        if self.may_join() and query_input is key_input and key_input is value_input:
+            weight = side_by_side(tuple(self._parameters[name] for name in self.W_names))
+            bias = side_by_side(tuple(self._parameters[name] for name in self.b_names))
+            if weight is not None and bias is not None:
+                n, k = self.spec.n_heads, self.spec.n_kv_heads
+                return project(query_input, weight, bias).split((n, k, k), 2)
+        q = project(query_input, self.W_Q, self.b_Q)
+        return q, *self.keys_and_values(key_input, value_input)
+
+    def may_join(self) -> bool:
+        """One product has no gradients for three parameters, and its parts share one memory: whoever
+        keeps the queries should not keep the rest with them."""
+        return not (
+            torch.is_grad_enabled()
+            or self.hook_q.listened
+            or self.hook_k.listened
+            or self.hook_v.listened
+            or torch.compiler.is_compiling()
+        )
+
     def keys_and_values(
         self,
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
-    ) -> tuple[PerHead, PerHead]:
+    ) -> tuple[PerKeyHead, PerKeyHead]:
         """Keys and values of the new positions."""
         return project(key_input, self.W_K, self.b_K), project(value_input, self.W_V, self.b_V)
 
@@ -232,6 +264,9 @@ class GroupedQueryAttention(Attention):
     def b_V(self) -> Float[Tensor, "head d_head"]:
         return self._per_query_head(self._b_V)
 
+    def may_join(self) -> bool:
+        return super().may_join() and not self.cfg.ungroup_grouped_query_attention
+
     def _per_query_head(self, weight: Float[Tensor, "kv_head *rest"]) -> Float[Tensor, "head *rest"]:
         return weight.repeat_interleave(self.spec.n_heads // self.spec.n_kv_heads, dim=0)
 
@@ -239,7 +274,7 @@ class GroupedQueryAttention(Attention):
         self,
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
-    ) -> tuple[PerHead, PerHead]:
+    ) -> tuple[PerKeyHead, PerKeyHead]:
         if self.cfg.ungroup_grouped_query_attention:
             return super().keys_and_values(key_input, value_input)
         k = project(key_input, self._W_K, self._b_K)

@@ -8,7 +8,7 @@ from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.mlp import build_mlp
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import BlockSpec, HookedTransformerConfig
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
 Residual = Float[Tensor, "batch pos d_model"]
 
@@ -136,7 +136,7 @@ class PostNormBlock(TransformerBlock):
     """A block whose norms stand only behind its sublayers: x + ln1(attn(x)), then x + ln2(mlp(x))."""
 
     def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
-        return self.ln1(self.attn(*self.attention_inputs(x, nn.Identity(), context), context))
+        return self.ln1(self.attn(*self.attention_inputs(x, Absent(), context), context))
 
     def mlp_branch(self, x: Residual) -> Residual:
         return self.ln2(self.mlp(x))

@@ -123,12 +123,11 @@ class ForwardContext:
 
     def commit(self, layers: range) -> None:
         """Count the new positions as cached in these layers: the forward got through."""
-        if self.cache is None or self.cache.frozen:
+        if self.cache is None or self.cache.frozen or not layers:
             return
         for layer in layers:
             self.cache[layer].advance(self.n_new)
-        if self.attention_mask is not None:
-            self.cache.previous_attention_mask = self.attention_mask
+        self.cache.padding = self.attention_mask
 
     # -- masks --
 

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.components.storage import transposed
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
 
 class Embed(Component):
@@ -21,12 +22,12 @@ class Embed(Component):
         self.cfg = cfg
         self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
         self.scale = cfg.embed_scale
-        self.ln = build_norm(cfg.norm_spec(kind="LN")) if cfg.post_embedding_ln else nn.Identity()
+        self.ln = build_norm(cfg.norm_spec(kind="LN")) if cfg.post_embedding_ln else Absent()
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """Rows of `W_E`. ValueError naming the id when one is not in the vocabulary (on the CPU)."""
         try:
-            embedded = F.embedding(tokens, self.W_E)
+            embedded = torch.embedding(self.W_E, tokens)
         except IndexError:
             low, high = int(tokens.min()), int(tokens.max())
             wrong = low if low < 0 else high
@@ -52,14 +53,12 @@ class PosEmbed(Component):
         self.cfg = cfg
         self.W_pos = nn.Parameter(torch.empty(cfg.n_ctx, cfg.d_model))
 
-    def forward(
-        self,
-        positions: Int[Tensor, "row pos"],
-        mask: Int[Tensor, "batch pos"] | None = None,
-    ) -> Float[Tensor, "row pos d_model"]:
-        """Rows of `W_pos`; zero for padding."""
-        embedded = F.embedding(positions, self.W_pos)
-        return embedded if mask is None else embedded * mask[..., None].to(embedded.dtype)
+    def forward(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
+        """The rows of `W_pos` for the new positions; zero for padding."""
+        mask = context.new_tokens_mask
+        if mask is None:
+            return self.W_pos[None, context.n_past : context.n_keys]
+        return torch.embedding(self.W_pos, context.positions) * mask[..., None].to(self.W_pos.dtype)
 
 
 class Unembed(Component):

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_lens_lite.config import NormSpec
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
 
 def widened(x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
@@ -61,7 +61,7 @@ class LayerNormPre(Norm):
     centred = True
 
     def fused(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return F.layer_norm(x, (self.width,), eps=self.eps)
+        return torch.layer_norm(x, (self.width,), eps=self.eps)
 
 
 class LayerNorm(LayerNormPre):
@@ -73,7 +73,7 @@ class LayerNorm(LayerNormPre):
         self.b = nn.Parameter(torch.zeros(spec.width))
 
     def fused(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return F.layer_norm(x, (self.width,), self.w, self.b, self.eps)
+        return torch.layer_norm(x, (self.width,), self.w, self.b, self.eps)
 
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         return normalized * self.w + self.b
@@ -117,6 +117,6 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 
-def build_norm(spec: NormSpec | None) -> Norm | nn.Identity:
+def build_norm(spec: NormSpec | None) -> Norm | Absent:
     """The norm a spec describes; the identity when a model has none."""
-    return nn.Identity() if spec is None else NORMS[spec.kind](spec)
+    return Absent() if spec is None else NORMS[spec.kind](spec)

@@ -11,7 +11,8 @@ from transformer_lens_lite.config import RotarySpec
 
 @lru_cache(maxsize=256)
 def _frequencies_on(spec: RotarySpec, device: torch.device) -> Float[Tensor, " half"]:
-    return spec.scaling.inverse_frequencies(spec.base, spec.dim).to(device)
+    with torch.inference_mode(False):  # kept for later forwards, which may want gradients
+        return spec.scaling.inverse_frequencies(spec.base, spec.dim).to(device)
 
 
 def inverse_frequencies(

@@ -10,10 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-def in_projection(n_heads: int, d_model: int, d_head: int, **kwargs) -> nn.Parameter:
-    """An uninitialised [head, d_model, d_head] over memory [(head d_head), d_model]."""
-    matrix = torch.empty(n_heads * d_head, d_model, **kwargs)
-    return nn.Parameter(matrix.view(n_heads, d_head, d_model).transpose(1, 2))
+def in_projections(
+    n_heads: tuple[int, ...], d_model: int, d_head: int, **kwargs
+) -> list[nn.Parameter]:
+    """Uninitialised [head, d_model, d_head] weights over adjacent rows of one [(head d_head), d_model]."""
+    matrix = torch.empty(sum(n_heads) * d_head, d_model, **kwargs)
+    heads = matrix.view(-1, d_head, d_model).transpose(1, 2)
+    return [nn.Parameter(part) for part in heads.split(n_heads)]
 
 
 def out_projection(n_heads: int, d_head: int, d_model: int, **kwargs) -> nn.Parameter:
@@ -47,3 +50,22 @@ def matmul_ready(
     if weight.shape[0] == 1 or heads_merge:
         return weight
     return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def side_by_side(parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Tensors that follow each other in one memory, as one along the first axis; None where they do not.
+
+    Queries, keys and values made here, or cut from one matrix of a checkpoint, are such: one product
+    serves all three.
+    """
+    first, storage = parts[0], parts[0].untyped_storage().data_ptr()
+    stride, start, rows = first.stride(), first.storage_offset(), 0
+    for part in parts:
+        if (
+            part.storage_offset() != start + rows * stride[0]
+            or part.stride() != stride
+            or part.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        rows += part.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), stride, start)
