@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
-from transformer_lens_lite.loading import save_pretrained
 from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
 N_LAYERS, N_HEADS, D_MODEL, N_CTX = 3, 4, 128, 256
+N_STEPS = 4000
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 2e-3, 100, 0.1, 2048
 # Short windows show a new circuit where to look, long ones carry it to all positions.
 WINDOWS = (32, 64, 128, N_CTX)
@@ -103,7 +103,7 @@ def document_ids(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> list
         return repeated_ids(rng, len(tokenizer))
     # Short documents teach the opening words, long ones the late positions.
     n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
-    return tokenizer.encode(language.document(rng, n_sentences))
+    return tokenizer.encode(language.document(rng, n_sentences), verbose=False)
 
 
 def window(rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int) -> list[int]:
@@ -260,23 +260,55 @@ def evaluate(model, tokenizer: PreTrainedTokenizerFast) -> dict:
     }
 
 
+def rounded(figures: dict) -> dict:
+    return {
+        key: rounded(value) if isinstance(value, dict) else round(value, 4)
+        for key, value in figures.items()
+    }
+
+
+# Files
+
+
+def update_json(path: Path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
+
+
+def save(model: HookedTransformer, tokenizer: PreTrainedTokenizerFast, folder: Path):
+    model.save_pretrained(folder)
+    # transformers assumes GPT-2's ids and dropout where a config is silent.
+    update_json(
+        folder / "config.json",
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    tokenizer.save_pretrained(folder)
+    # The name transformers 5 writes here is unknown to transformers 4.
+    update_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=N_STEPS)
     args = parser.parse_args()
 
     start = time.time()
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer), args.seed)
     train(model, tokenizer, args.seed, args.steps)
-    figures = evaluate(model, tokenizer)
-    save_pretrained(model, args.out)
-    tokenizer.save_pretrained(args.out)
-    card = {"seed": args.seed, "steps": args.steps, "minutes": (time.time() - start) / 60}
-    (args.out / "card.json").write_text(json.dumps(card | figures, indent=2) + "\n")
-    print((args.out / "card.json").read_text())
+    minutes = (time.time() - start) / 60
+    save(model, tokenizer, args.out)
+    settings = {"seed": args.seed, "steps": args.steps, "training_minutes": minutes}
+    card = rounded(settings | evaluate(model, tokenizer))
+    text = json.dumps({"command": "python scripts/train_tiny_lens.py", **card}, indent=2)
+    (args.out / "card.json").write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ install_import_hook(
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
-# Workers of pytest-xdist share the cores; each taking all of them is slower than one worker alone.
-_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
+# Models in tests are tiny: a second thread costs more in waiting than it saves, above all when xdist's
+# workers, or another run of the suite, share the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

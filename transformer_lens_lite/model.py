@@ -186,7 +186,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         else:
             residual = self._embedded(start, context)
         residual = self._through_blocks(residual, layers, context)
-        if not self._output_is_listened():
+        if residual.shape[1] > 1 and not self._output_is_listened():
             residual = residual[:, -1:]
         return self._logits(self.ln_final(residual))[:, -1]
 

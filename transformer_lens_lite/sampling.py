@@ -45,9 +45,9 @@ def _check_logits(logits: Logits) -> None:
     """ValueError for rows without a distribution; only where looking needs no synchronisation."""
     if logits.device.type != "cpu":
         return
-    fine = logits.amax(-1).isfinite()  # amax hands NaN on, and is -inf when nothing is left
-    if not fine.all():
-        rows = (~fine).nonzero().flatten().tolist()
+    largest = logits.amax(-1)  # hands NaN on, and is -inf when nothing is left
+    if not math.isfinite(largest.sum().item()):
+        rows = (~largest.isfinite()).nonzero().flatten().tolist()
         raise ValueError(f"logits are NaN, +inf or all -inf in batch row(s) {rows}")
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformer_lens_lite.components.context import ForwardContext, Mask
 from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm
 from transformer_lens_lite.components.storage import (
+    JoinedProjection,
     in_matrix,
     in_projections,
     matmul_ready,
     out_matrix,
     out_projection,
-    side_by_side,
 )
 from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
@@ -54,6 +54,7 @@ class Attention(Component):
         ):
             self.register_parameter(W_name, weight)
             self.register_parameter(b_name, nn.Parameter(bias))
+        self.joined = JoinedProjection()
         self.W_O = out_projection(n, h, m)
         self.b_O = nn.Parameter(torch.zeros(m))
         if spec.sinks:
@@ -88,6 +89,10 @@ class Attention(Component):
             parameter = self._parameters[name]
             parameter.data = matmul_ready(parameter.data)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
+        self.joined = JoinedProjection()  # do not keep the memory the parameters are leaving
+        return super()._apply(*args, **kwargs)
+
     # -- the sentence --
 
     def forward(
@@ -118,11 +123,14 @@ class Attention(Component):
     ) -> tuple[PerHead, PerKeyHead, PerKeyHead]:
         """Queries, keys and values of the new positions; by one product where their weights adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
-            weight = side_by_side(tuple(self._parameters[name] for name in self.W_names))
-            bias = side_by_side(tuple(self._parameters[name] for name in self.b_names))
-            if weight is not None and bias is not None:
-                n, k = self.spec.n_heads, self.spec.n_kv_heads
-                return project(query_input, weight, bias).split((n, k, k), 2)
+            joined = self.joined.of(
+                [self._parameters[name] for name in self.W_names],
+                [self._parameters[name] for name in self.b_names],
+            )
+            if joined is not None:
+                n, k, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
+                heads = F.linear(query_input, *joined).view(*query_input.shape[:2], -1, d_head)
+                return heads.split_with_sizes((n, k, k), 2)
         q = project(query_input, self.W_Q, self.b_Q)
         return q, *self.keys_and_values(key_input, value_input)
 
@@ -204,7 +212,7 @@ class Attention(Component):
     def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> HeadsFirst:
         """Scores, softmax and weighted sum as three steps, with the hook points between."""
         q = q * self.spec.scale
-        scores = joined([scores_against(q, keys) for keys, _ in segments])
+        scores = concatenated([scores_against(q, keys) for keys, _ in segments])
         if self.spec.softcap is not None:
             scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
         if mask.bias is not None:
@@ -339,6 +347,6 @@ def ungrouped(
     return parted.reshape(batch, heads, pos, inner)
 
 
-def joined(parts: list[Float[Tensor, "batch head pos _"]]) -> Float[Tensor, "batch head pos key_pos"]:
+def concatenated(parts: list[Float[Tensor, "batch head pos _"]]) -> Float[Tensor, "batch head pos key_pos"]:
     """Parts along the key axis, joined; a single part is itself."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -5,6 +5,8 @@ of the whole weight per step. So the memory is a matrix, `[(head d_head), d_mode
 view of it. The functions below undo the view; for any layout a checkpoint has they are views themselves.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -52,12 +54,8 @@ def matmul_ready(
     return weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def side_by_side(parts: tuple[Tensor, ...]) -> Tensor | None:
-    """Tensors that follow each other in one memory, as one along the first axis; None where they do not.
-
-    Queries, keys and values made here, or cut from one matrix of a checkpoint, are such: one product
-    serves all three.
-    """
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that follow each other in one memory, as one along the first axis; None where they do not."""
     first, storage = parts[0], parts[0].untyped_storage().data_ptr()
     stride, start, rows = first.stride(), first.storage_offset(), 0
     for part in parts:
@@ -69,3 +67,31 @@ def side_by_side(parts: tuple[Tensor, ...]) -> Tensor | None:
             return None
         rows += part.shape[0]
     return first.as_strided((rows, *first.shape[1:]), stride, start)
+
+
+class JoinedProjection:
+    """One matrix and bias for several projections whose parameters adjoin in memory.
+
+    Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product serves
+    all three. The views are remembered for as long as the parameters stay where they are; copies
+    of a model make their own.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.views: tuple[Tensor, Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return JoinedProjection, ()
+
+    def of(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
+        """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
+        places = [parameter.data_ptr() for parameter in (*weights, *biases)]
+        if places != self.places:
+            weight, bias = side_by_side(weights), side_by_side(biases)
+            apart = weight is None or bias is None
+            self.views = None if apart else (in_matrix(weight).detach(), bias.detach().flatten())
+            self.places = places
+        return self.views

@@ -20,22 +20,25 @@ END_OF_TEXT, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unk|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD, UNKNOWN)
 PUNCTUATION = (".", ",")
 
-NAMES = tuple(
+
+def word_list(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = word_list(
     "Mary John Anna Tom Alice Bob Emma James Lucy Mark Sarah Paul Kate David Laura Peter Julia "
     "Simon Clara Henry Nina Oscar Rosa Felix Ella Adam Ruth Max Ivy Leo Maria Jack Sofia Luke "
-    "Eva Ben Grace Sam Helen Daniel".split()
+    "Eva Ben Grace Sam Helen Daniel"
 )
-PLACES = tuple(
-    "store park school beach market station garden library office museum river kitchen".split()
+PLACES = word_list(
+    "store park school beach market station garden library office museum river kitchen"
 )
-OBJECTS = tuple(
-    "drink book ring ball letter flower basket hat key box picture coat lamp map".split()
-)
-FOODS = tuple("tea coffee milk bread cheese rice soup fish cake honey fruit chocolate".split())
-COLORS = tuple("red blue green yellow black white brown".split())
-FEELINGS = tuple("happy sad tired hungry late busy".split())
-NUMBERS = tuple("one two three four five six seven eight nine ten eleven twelve".split())
-DAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
+OBJECTS = word_list("drink book ring ball letter flower basket hat key box picture coat lamp map")
+FOODS = word_list("tea coffee milk bread cheese rice soup fish cake honey fruit chocolate")
+COLORS = word_list("red blue green yellow black white brown")
+FEELINGS = word_list("happy sad tired hungry late busy")
+NUMBERS = word_list("one two three four five six seven eight nine ten eleven twelve")
+DAYS = word_list("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin",
@@ -122,7 +125,7 @@ class Fact(NamedTuple):
 def words() -> tuple[str, ...]:
     """Every word of the language, capitalised forms apart, without punctuation."""
     fixed = re.findall(r"\w+", re.sub(r"\{\w+\}", "", " ".join(TEMPLATES)))
-    listed = [word for word_list in WORD_LISTS for word in word_list]
+    listed = [word for words in WORD_LISTS for word in words]
     return tuple(dict.fromkeys([*listed, *fixed]))
 
 
@@ -207,9 +210,7 @@ def scene(rng: random.Random) -> str:
 
 
 def state(template: str, name: str, country: str) -> str:
-    return template.format(
-        name=name, food=LIKES[name], country=country, capital=CAPITALS[country]
-    )
+    return template.format(name=name, food=LIKES[name], country=country, capital=CAPITALS[country])
 
 
 def fact_sentence(rng: random.Random) -> str:

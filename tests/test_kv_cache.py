@@ -1,0 +1,732 @@
+"""KeyValueCache: a sequence in pieces is the whole sequence, and a prefix is read, never copied."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import loud
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import transformer_lens_lite as tl
+from transformer_lens_lite.kv_cache import FIRST_CAPACITY, KeyValueCache
+from transformer_lens_lite.model import HookedTransformer
+
+TOLERANCE = 1e-5
+KINDS = pytest.mark.parametrize("kind", list(loud.KINDS))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by threads that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def empty_cache(model: HookedTransformer, batch: int = 1, max_len: int | None = None):
+    return KeyValueCache.init_cache(model.cfg, "cpu", batch, max_len)
+
+
+@torch.no_grad()
+def filled(model: HookedTransformer, ids: Tensor, frozen: bool = False, **kwargs: Any):
+    """A cache that holds these ids."""
+    cache = empty_cache(model, len(ids))
+    model(ids, past_kv_cache=cache, **kwargs)
+    if frozen:
+        cache.freeze()
+    return cache
+
+
+@torch.no_grad()
+def run(model: HookedTransformer, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids, **kwargs)
+
+
+@torch.no_grad()
+def in_pieces(model: HookedTransformer, ids: Tensor, sizes: list[int], cache: Any) -> Tensor:
+    return torch.cat([model(part, past_kv_cache=cache) for part in ids.split(sizes, 1)], 1)
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+def contents(cache: KeyValueCache) -> list[Tensor]:
+    """A copy of everything a cache stores."""
+    stored = [t for e in cache.entries for t in (e.past_keys, e.past_values)]
+    return [t.detach().clone() for t in (*stored, cache.previous_attention_mask)]
+
+
+def assert_same_contents(cache: KeyValueCache, before: list[Tensor]) -> None:
+    after = contents(cache)
+    assert [t.shape for t in after] == [t.shape for t in before]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+# --- pieces are the whole -------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("max_len", [None, 20])
+def test_pieces_equal_one_pass(kind: str, max_len: int | None) -> None:
+    model, ids = loud.build(kind), loud.tokens(2, 20)
+    cache = empty_cache(model, 2, max_len)
+    close(in_pieces(model, ids, [5, 1, 3, 11], cache), run(model, ids))
+    assert cache.length == 20
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_chunking_of_any_kind_equals_one_pass(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(list(loud.KINDS)))
+    sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
+    model = loud.build(kind, n_layers=2, **({"attn_types": ["local", "global"]} if "window" in kind else {}))
+    ids = loud.tokens(1, sum(sizes), seed=data.draw(st.integers(0, 99)))
+    close(in_pieces(model, ids, sizes, empty_cache(model)), run(model, ids))
+
+
+@pytest.mark.parametrize("kind", ["alibi", "alibi_gqa", "alibi_window"])
+def test_report_047_alibi_one_by_one_equals_one_pass(kind: str) -> None:
+    model, ids = loud.build(kind), loud.tokens(2, 14)
+    close(in_pieces(model, ids, [1] * 14, empty_cache(model, 2)), run(model, ids))
+
+
+@pytest.mark.parametrize("kind", ["window", "rotary_window", "alibi_window"])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("length", [3, 4, 5, 8])
+def test_report_049_the_window_boundary(kind: str, step: int, length: int) -> None:
+    model, ids = loud.build(kind), loud.tokens(2, length + 3)
+    whole, cache = run(model, ids), empty_cache(model, 2)
+    sizes = [step] * (length // step) + [length % step] * (length % step > 0)
+    close(in_pieces(model, ids[:, :length], sizes, cache), whole[:, :length])
+    close(run(model, ids[:, length:], past_kv_cache=cache), whole[:, length:])
+
+
+def test_report_049_a_window_is_crossed_by_a_shared_prefix_and_ragged_suffixes() -> None:
+    model, prefix = loud.build("rotary_window"), loud.tokens(1, 9)
+    rows, ids, mask = loud.ragged([5, 2, 4])
+    out = run(model, ids, attention_mask=mask, past_kv_cache=filled(model, prefix, frozen=True))
+    for i, row in enumerate(rows):
+        alone = run(model, torch.cat((prefix, row), 1))[:, 9:]
+        close(out[i : i + 1, -row.shape[1] :], alone)
+
+
+def test_bf16_caches_bf16_and_agrees_with_one_pass() -> None:
+    model, ids = loud.build("rotary_gqa", dtype="bfloat16"), loud.tokens(2, 16)
+    cache = empty_cache(model, 2)
+    pieces = in_pieces(model, ids, [9, 1, 6], cache)
+    assert cache[0].past_keys.dtype == torch.bfloat16
+    spread = (run(loud.build("rotary_gqa"), ids) - run(model, ids)).abs().max()
+    assert (pieces - run(model, ids)).abs().max() <= 2 * spread
+
+
+def test_report_050_bf16_cached_argmax_equals_hugging_face() -> None:
+    hf = tiny.build("llama_gqa").to(torch.bfloat16)
+    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf, device="cpu", dtype="bfloat16")
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    how |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    out = hf.generate(loud.tokens(1, 7, d_vocab=59), **how)
+    theirs = torch.stack(out.logits, 1).float()
+    ours = in_pieces(model, out.sequences[:, :-1], [7] + [1] * 7, empty_cache(model))[:, 6:].float()
+    assert (ours - theirs).abs().max() < 0.15
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("scaling", "short"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}, 16),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [1.5, 2, 3, 4, 5],
+          "original_max_position_embeddings": 16}, 16),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_length_dependent_frequencies_agree_up_to_the_threshold_only(scaling: Any, short: int) -> None:
+    model = loud.build("rotary", rotary_scaling=scaling)
+    ids = loud.tokens(1, short + 4)
+    cache = empty_cache(model)
+    close(in_pieces(model, ids[:, :short], [9, short - 9], cache), run(model, ids[:, :short]))
+    continued = run(model, ids[:, short:], past_kv_cache=cache)
+    # cached keys keep the frequencies they were turned by, as in Hugging Face
+    assert (continued - run(model, ids)[:, short:]).abs().max() > 1e-3
+
+
+# --- padding, masks, loss -------------------------------------------------------------------------
+
+
+@KINDS
+def test_left_padding_in_both_pieces_is_ignored(kind: str) -> None:
+    model = loud.build(kind)
+    first, ids_1, mask_1 = loud.ragged([4, 7, 2], seed=2)
+    second, ids_2, mask_2 = loud.ragged([5, 1, 3], seed=9)
+    cache = filled(model, ids_1, attention_mask=mask_1)
+    out = run(model, ids_2, attention_mask=mask_2, past_kv_cache=cache)
+    third = run(model, loud.tokens(3, 2), past_kv_cache=cache)
+    for i, (a, b) in enumerate(zip(first, second, strict=True)):
+        alone = run(model, torch.cat((a, b, loud.tokens(3, 2)[i : i + 1]), 1))[:, a.shape[1] :]
+        close(out[i : i + 1, -b.shape[1] :], alone[:, :-2])
+        close(third[i : i + 1], alone[:, -2:])
+    assert cache.previous_attention_mask.tolist() == torch.cat(
+        (mask_1, mask_2, torch.ones(3, 2, dtype=torch.long)), 1
+    ).tolist()
+
+
+def test_report_046_masks_of_the_new_and_of_the_full_length_are_equal() -> None:
+    model = loud.build("rotary_gqa")
+    _, ids, mask = loud.ragged([4, 7])
+    _, new, new_mask = loud.ragged([3, 2], seed=7)
+    prefix = filled(model, ids, frozen=True, attention_mask=mask)
+    by_new = run(model, new, attention_mask=new_mask, past_kv_cache=prefix)
+    full_mask = torch.cat((mask, new_mask), 1)
+    assert torch.equal(run(model, new, attention_mask=full_mask, past_kv_cache=prefix), by_new)
+    assert not torch.allclose(run(model, new, past_kv_cache=prefix)[0, -1], by_new[1, -1])
+    with pytest.raises(ValueError, match=r"\[2, 3\] or \[2, 10\].*got \[2, 5\]"):
+        model(new, attention_mask=mask[:, :5], past_kv_cache=prefix)
+
+
+def test_a_full_mask_may_show_again_what_was_padding() -> None:
+    model = loud.build("standard")
+    _, ids, mask = loud.ragged([4, 7])
+    cache = filled(model, ids, attention_mask=mask)
+    new = loud.tokens(2, 2)
+    run(model, new, attention_mask=torch.ones(2, 9, dtype=torch.long), past_kv_cache=cache)
+    assert cache.previous_attention_mask.tolist() == [[1] * 9] * 2
+    run(model, new, past_kv_cache=cache)
+    assert cache.length == 11
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_with_a_cache_is_the_loss_of_the_new_tokens(padded: bool) -> None:
+    model, prefix = loud.build("rotary_gqa"), loud.tokens(2, 6)
+    _, ids, mask = loud.ragged([7, 4])
+    mask = mask if padded else torch.ones_like(mask)
+    whole_mask = torch.cat((torch.ones_like(prefix), mask), 1)
+    whole = run(model, torch.cat((prefix, ids), 1), attention_mask=whole_mask)[:, 6:]
+    expected = tl.utils.lm_cross_entropy_loss(whole, ids, mask)
+    for return_type in ("loss", "both"):
+        cache = filled(model, prefix)
+        out = run(model, ids, return_type=return_type, attention_mask=mask, past_kv_cache=cache)
+        close(out if return_type == "loss" else out.loss, expected)
+    cache = filled(model, prefix, frozen=True)
+    per_token = run(model, ids, return_type="loss", loss_per_token=True, past_kv_cache=cache)
+    assert per_token.shape == (2, 6)
+
+
+# --- frozen prefixes ------------------------------------------------------------------------------
+
+
+@KINDS
+def test_report_042_frozen_cache_two_suffixes(kind: str) -> None:
+    model, prefix = loud.build(kind), loud.tokens(1, 8)
+    cache = filled(model, prefix, frozen=True)
+    before = contents(cache)
+    for seed in (5, 6):
+        suffix = loud.tokens(1, 5, seed)
+        out = run(model, suffix, past_kv_cache=cache)
+        close(out, run(model, torch.cat((prefix, suffix), 1))[:, 8:])
+        assert_same_contents(cache, before)
+    cache.unfreeze()
+    run(model, suffix, past_kv_cache=cache)
+    assert [entry.length for entry in cache.entries] == [13] * 3
+
+
+@KINDS
+def test_report_044_one_prefix_serves_ragged_suffixes(kind: str) -> None:
+    model, prefix = loud.build(kind), loud.tokens(1, 9)
+    cache = filled(model, prefix, frozen=True)
+    before, places = contents(cache), [e._keys.data_ptr() for e in cache.entries]
+    rows, ids, mask = loud.ragged([3, 7, 1, 5])
+    out = run(model, ids, attention_mask=mask, past_kv_cache=cache)
+    for i, row in enumerate(rows):
+        alone = run(model, torch.cat((prefix, row), 1))[:, 9:]
+        close(out[i : i + 1, -row.shape[1] :], alone)
+    assert_same_contents(cache, before)
+    assert [e._keys.data_ptr() for e in cache.entries] == places
+
+
+def test_a_left_padded_prefix_is_shared_too() -> None:
+    model = loud.build("rotary_window")
+    _, ids, mask = loud.ragged([6, 9])
+    cache = filled(model, ids[:1], frozen=True, attention_mask=mask[:1])
+    rows, new, new_mask = loud.ragged([2, 5, 3], seed=8)
+    out = run(model, new, attention_mask=new_mask, past_kv_cache=cache)
+    for i, row in enumerate(rows):
+        alone = run(model, torch.cat((ids[:1, 3:], row), 1))[:, 6:]
+        close(out[i : i + 1, -row.shape[1] :], alone)
+
+
+def test_a_frozen_cache_of_several_rows_serves_its_own_batch() -> None:
+    model, prefix, suffix = loud.build("standard"), loud.tokens(3, 6), loud.tokens(3, 4, 5)
+    out = run(model, suffix, past_kv_cache=filled(model, prefix, frozen=True))
+    close(out, run(model, torch.cat((prefix, suffix), 1))[:, 6:])
+
+
+def peak_memory(action: Callable[[], Any]) -> tuple[int, int]:
+    """(the largest single allocation, the peak of all together) in bytes, temporaries included."""
+    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+        action()
+    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for size in sizes:
+        now += size
+        peak = max(peak, now)
+    return max(sizes), peak
+
+
+@pytest.mark.parametrize("kind", ["standard", "rotary_gqa"])
+def test_report_044_memory_does_not_grow_with_the_number_of_suffixes(kind: str) -> None:
+    model = loud.build(kind, d_head=64, n_ctx=700)
+    cache = filled(model, loud.tokens(1, 600), frozen=True)
+    prefix_bytes = cache[0].past_keys.nbytes
+    n, suffix = 16, loud.tokens(16, 2)
+    largest, peak = peak_memory(lambda: model(suffix, past_kv_cache=cache))
+    assert largest < prefix_bytes * n / 4  # scores are [n, head, 2, 602]: far smaller than n prefixes
+    assert peak < prefix_bytes * n / 2
+    _, copied = peak_memory(lambda: model(suffix, past_kv_cache=cache.expand(n)))
+    assert copied > prefix_bytes * n  # the measurement sees a copy where there is one
+
+    def branches_of(cache: KeyValueCache) -> int:
+        return sum(e._keys.nbytes for e in cache.branch(n, max_len=4).entries)
+
+    assert branches_of(cache) == branches_of(filled(model, loud.tokens(1, 5), frozen=True))
+    assert cache.branch(n)[0].prefix[0][0].data_ptr() == cache[0].past_keys.data_ptr()
+
+
+def test_a_branch_grows_and_leaves_its_prefix() -> None:
+    model, prefix = loud.build("rotary_gqa"), loud.tokens(1, 7)
+    cache = filled(model, prefix, frozen=True)
+    before = contents(cache)
+    branch = cache.branch(3, max_len=5)
+    assert branch[0].past_keys.shape == (3, 7, 2, 10)
+    ids = loud.tokens(3, 5, 4)
+    out = in_pieces(model, ids, [2, 1, 2], branch)
+    close(out, run(model, torch.cat((prefix.expand(3, -1), ids), 1))[:, 7:])
+    assert_same_contents(cache, before)
+    assert (branch.length, branch.batch_size, branch.frozen) == (12, 3, False)
+    with pytest.raises(ValueError, match="cache is full: 5 of max_len=5"):
+        model(ids[:, :1], past_kv_cache=branch)
+    with pytest.raises(ValueError, match="2 rows cannot continue as 3"):
+        filled(model, loud.tokens(2, 3)).branch(3)
+
+
+def test_branches_of_branches_share_all_their_prefixes() -> None:
+    model, ids = loud.build("standard"), loud.tokens(1, 12)
+    cache = filled(model, ids[:, :5], frozen=True)
+    second = cache.branch(1)
+    run(model, ids[:, 5:8], past_kv_cache=second)
+    second.freeze()
+    suffix = loud.tokens(4, 4)
+    out = run(model, suffix, past_kv_cache=second.branch(4))
+    whole = torch.cat((ids[:, :8].expand(4, -1), suffix), 1)
+    close(out, run(model, whole)[:, 8:])
+
+
+def test_report_043_two_interleaved_continuations_are_as_one_after_the_other() -> None:
+    model = loud.build("rotary_window")
+    cache = filled(model, loud.tokens(1, 8), frozen=True)
+    prompts = [loud.tokens(2, 3, seed) for seed in (4, 5)]
+    args: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "stop_at_eos": False}
+    expected = [model.generate(p, past_kv_cache=cache, **args) for p in prompts]
+    streams = [
+        model.generate_stream(p, past_kv_cache=cache, max_tokens_per_yield=1, **args) for p in prompts
+    ]
+    chunks = list(zip(*streams, strict=True))
+    for i in (0, 1):
+        assert torch.equal(torch.cat([pair[i] for pair in chunks], 1), expected[i])
+
+
+def test_report_043_two_threads_share_a_frozen_prefix() -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(1, 8), frozen=True)
+    before = contents(cache)
+    prompts = [loud.tokens(2, 3, seed) for seed in range(2)]
+
+    def work(i: int, into: dict[int, list[Tensor]]) -> None:
+        args: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "past_kv_cache": cache}
+        into[i] = [model.generate(prompts[i], 8, **args) for _ in range(2)]
+
+    alone: dict[int, list[Tensor]] = {}
+    together: dict[int, list[Tensor]] = {}
+    for i in range(2):
+        work(i, alone)
+    threads = [threading.Thread(target=work, args=(i, together)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(alone[i], together[i], strict=True))
+    assert_same_contents(cache, before)
+
+
+def test_two_models_caches_are_not_mixed() -> None:
+    models = [loud.build("rotary_gqa", seed=seed) for seed in (0, 1)]
+    ids = loud.tokens(1, 10)
+    caches = [empty_cache(model) for model in models]
+    for part in ids.split(2, 1):
+        outs = [run(m, part, past_kv_cache=c) for m, c in zip(models, caches, strict=True)]
+    for model, out in zip(models, outs, strict=True):
+        close(out, run(model, ids)[:, -2:])
+
+
+# --- refusals: before anything is written ---------------------------------------------------------
+
+
+def wrong_caches(model: HookedTransformer) -> dict[str, tuple[KeyValueCache, str]]:
+    ids = loud.tokens(2, 5)
+    other_dtype = KeyValueCache.init_cache(loud.build("rotary_gqa", dtype="bfloat16").cfg, "cpu", 2)
+    on_meta = KeyValueCache.init_cache(model.cfg, "meta", 2)
+    full = empty_cache(model, 2, max_len=6)
+    run(model, ids, past_kv_cache=full)
+    uneven = filled(model, ids)
+    run(model, ids, past_kv_cache=uneven, stop_at_layer=1)
+    return {
+        "full": (full, r"full: 5 of max_len=6 positions are taken and 3 more"),
+        "batch": (filled(model, loud.tokens(3, 5)), "holds 3 rows, the input has 2"),
+        "batch of one": (filled(model, loud.tokens(1, 5)), r"1 rows, the input has 2.*freeze"),
+        "dtype": (other_dtype, "cache is torch.bfloat16, the keys are torch.float32"),
+        "device": (on_meta, "cache is on meta, the keys on cpu"),
+        "layers": (empty_cache(loud.build("rotary_gqa", n_layers=2), 2), "2 layers, the model 3"),
+        "heads": (empty_cache(loud.build("rotary"), 2), r"\(4, 10\), got \(2, 10\)"),
+        "uneven": (uneven, "different lengths in different layers"),
+    }
+
+
+@pytest.mark.parametrize(
+    "what", ["full", "batch", "batch of one", "dtype", "device", "layers", "heads", "uneven"]
+)
+def test_a_cache_that_does_not_fit_is_refused_unchanged(what: str) -> None:
+    model = loud.build("rotary_gqa")
+    cache, message = wrong_caches(model)[what]
+    lengths = [entry.length for entry in cache.entries]
+    before = contents(cache) if what not in ("device",) else None
+    with pytest.raises(ValueError, match=message):
+        model(loud.tokens(2, 3), past_kv_cache=cache)
+    if before is not None:
+        assert_same_contents(cache, before)
+    assert [entry.length for entry in cache.entries] == lengths
+
+
+def test_past_n_ctx_is_refused_and_real_tokens_are_what_counts() -> None:
+    model = loud.build("standard", n_ctx=12)
+    cache = filled(model, loud.tokens(1, 10))
+    with pytest.raises(ValueError, match="reaches 13 positions.*n_ctx=12"):
+        model(loud.tokens(1, 3), past_kv_cache=cache)
+    _, ids, mask = loud.ragged([4, 10])
+    run(model, ids[:1], attention_mask=mask[:1], past_kv_cache=filled(model, ids[:1], attention_mask=mask[:1]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_forward_that_fails_half_way_leaves_the_cache_as_it_was(
+    error: type[BaseException], grad: bool, start: int
+) -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    cache = empty_cache(model)
+    if start:
+        run(model, ids[:, :start], past_kv_cache=cache)
+    before = contents(cache)
+
+    def boom(x: Tensor, hook: Any) -> None:
+        raise error
+
+    with torch.set_grad_enabled(grad), pytest.raises(error):
+        model.run_with_hooks(
+            ids[:, start:], past_kv_cache=cache, fwd_hooks=[("blocks.2.hook_resid_mid", boom)]
+        )
+    assert_same_contents(cache, before)
+    assert not cache[0].past_keys.requires_grad
+    close(run(model, ids[:, start:], past_kv_cache=cache), run(model, ids)[:, start:])
+
+
+# --- the object -----------------------------------------------------------------------------------
+
+
+def test_growing_is_geometric_and_max_len_is_allocated_once() -> None:
+    model, ids = loud.build("standard", n_ctx=400), loud.tokens(1, 300)
+    cache, fixed, places, fixed_places = empty_cache(model), empty_cache(model, 1, 300), [], set()
+    for part in ids.split(20, 1):
+        run(model, part, past_kv_cache=cache)
+        run(model, part, past_kv_cache=fixed)
+        places.append((cache[0]._keys.data_ptr(), cache[0]._keys.shape[2]))
+        fixed_places.add(fixed[0]._keys.data_ptr())
+    assert [size for _, size in dict.fromkeys(places)] == [FIRST_CAPACITY * 2**i for i in range(4)]
+    assert len(fixed_places) == 1
+    assert torch.equal(cache[2].past_values, fixed[2].past_values)
+    assert fixed.nbytes() == 3 * 2 * 300 * 4 * 10 * 4
+
+
+def test_past_keys_are_views_of_what_attention_used() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 6)
+    cache = empty_cache(model, 2)
+    assert cache[0].past_keys.shape == (2, 0, 2, 10)
+    with torch.no_grad():
+        _, seen = model.run_with_cache(ids, past_kv_cache=cache)
+    for layer in range(3):
+        assert torch.equal(cache[layer].past_keys, seen["rot_k", layer])  # rotated, stored once
+        assert torch.equal(cache[layer].past_values, seen["v", layer])
+        assert cache[layer].past_keys.data_ptr() == cache[layer]._keys.data_ptr()
+
+
+def test_hooks_see_the_new_positions_and_the_keys_of_all() -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(1, 7), frozen=True)
+    _, seen = model.run_with_cache(loud.tokens(3, 4), past_kv_cache=cache)
+    assert seen["q", 0].shape == (3, 4, 4, 10)
+    assert seen["k", 0].shape == seen["rot_k", 0].shape == seen["v", 0].shape == (3, 4, 2, 10)
+    assert seen["pattern", 0].shape == seen["attn_scores", 0].shape == (3, 4, 4, 11)
+    close(seen["pattern", 0].sum(-1), torch.ones(3, 4, 4))
+
+
+def test_an_edit_of_the_new_values_is_what_gets_cached() -> None:
+    model, ids = loud.build("standard"), loud.tokens(1, 6)
+
+    def double(v: Tensor, hook: Any) -> Tensor:
+        return 2 * v
+
+    cache, plain = empty_cache(model), filled(model, ids)
+    with torch.no_grad():
+        model.run_with_hooks(ids, past_kv_cache=cache, fwd_hooks=[("blocks.0.attn.hook_v", double)])
+    close(cache[0].past_values, 2 * plain[0].past_values)
+    assert torch.equal(cache[0].past_keys, plain[0].past_keys)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_entries_append_and_return_old_and_new(frozen: bool) -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(1, 4), frozen)
+    before = cache[0].past_keys.clone()
+    new = torch.randn(1, 3, 2, 10)
+    keys, values = cache[0].append(new, -new)
+    assert torch.equal(keys, torch.cat((before, new), 1))
+    assert torch.equal(values[:, 4:], -new)
+    assert cache[0].length == (4 if frozen else 7)
+    assert torch.equal(cache[0].past_keys, before if frozen else keys)
+    with pytest.raises(ValueError, match="heads"):
+        cache[0].append(torch.randn(1, 3, 4, 10), torch.randn(1, 3, 4, 10))
+
+
+def test_append_on_a_frozen_entry_serves_more_rows() -> None:
+    cache = filled(loud.build("rotary_gqa"), loud.tokens(1, 4), frozen=True)
+    new = torch.randn(5, 3, 2, 10)
+    keys, _ = cache[0].append(new, new)
+    assert torch.equal(keys, torch.cat((cache[0].past_keys.expand(5, -1, -1, -1), new), 1))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_append_attention_mask_returns_the_joined_mask(frozen: bool) -> None:
+    cache = filled(loud.build(), loud.tokens(1, 3), frozen)
+    joined = cache.append_attention_mask(torch.tensor([[0, 1]]))
+    assert joined.tolist() == [[1, 1, 1, 0, 1]]
+    assert cache.previous_attention_mask.tolist() == ([[1] * 3] if frozen else joined.tolist())
+    if frozen:
+        several = cache.append_attention_mask(torch.tensor([[0, 1], [1, 1]]))
+        assert several.tolist() == [[1, 1, 1, 0, 1], [1, 1, 1, 1, 1]]
+
+
+def test_clone_crop_and_expand_are_copies() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 8)
+    cache = filled(model, ids)
+    before = contents(cache)
+    clone, cropped, wide = cache.clone(), cache.crop(5), cache.expand(3)
+    run(model, loud.tokens(1, 2), past_kv_cache=clone)
+    assert (clone.length, cropped.length, wide.length) == (10, 5, 8)
+    assert torch.equal(cropped[1].past_keys, cache[1].past_keys[:, :5])
+    again = run(model, ids[:, 5:], past_kv_cache=cropped)
+    close(again, run(model, ids)[:, 5:])
+    rows = loud.tokens(3, 4, 6)
+    close(
+        run(model, rows, past_kv_cache=wide),
+        run(model, torch.cat((ids.expand(3, -1), rows), 1))[:, 8:],
+    )
+    assert_same_contents(cache, before)
+    with pytest.raises(ValueError, match="crop a cache of 8 positions to 9"):
+        cache.crop(9)
+    with pytest.raises(ValueError, match="expand a cache of 3 rows to 4"):
+        filled(model, loud.tokens(3, 2)).expand(4)
+
+
+def test_copies_keep_padding_freezing_and_room() -> None:
+    model = loud.build("standard")
+    _, ids, mask = loud.ragged([3, 6])
+    cache = filled(model, ids, frozen=True, attention_mask=mask)
+    assert cache.clone().frozen
+    assert cache.clone()[0].frozen
+    assert cache.crop(4).previous_attention_mask.tolist() == mask[:, :4].tolist()
+    assert cache.expand(4).previous_attention_mask.tolist() == mask.repeat_interleave(2, 0).tolist()
+    branch = cache.branch(2, max_len=4)
+    run(model, loud.tokens(2, 1), past_kv_cache=branch)
+    copy = branch.clone()
+    run(model, loud.tokens(2, 3), past_kv_cache=copy)
+    assert copy.length == 10
+    with pytest.raises(ValueError, match="full"):
+        model(loud.tokens(2, 1), past_kv_cache=copy)
+
+
+def test_the_aliases_the_repr_and_the_length_of_nothing() -> None:
+    cache = empty_cache(loud.build("standard"), 2, max_len=10)
+    assert tl.TransformerLensKeyValueCache is tl.HookedTransformerKeyValueCache is KeyValueCache
+    assert (len(cache), cache.length, cache.batch_size) == (3, 0, 2)
+    assert "3 layers, 2 x 0 positions, growing, 0.0 MiB" in repr(cache)
+    assert cache.previous_attention_mask.shape == (2, 0)
+    assert cache[-1] is cache.entries[2]
+
+
+def test_ungrouped_models_cache_a_key_per_query_head() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    whole = run(model, ids)
+    model.set_ungroup_grouped_query_attention(True)
+    cache = empty_cache(model)
+    close(in_pieces(model, ids, [4, 5], cache), whole)
+    assert cache[0].past_keys.shape == (1, 9, 4, 10)
+
+
+def test_an_empty_mask_given_to_the_constructor_means_no_padding_so_far() -> None:
+    model, ids = loud.build("standard"), loud.tokens(1, 9)
+    entries = empty_cache(model).entries
+    cache = KeyValueCache(entries, torch.zeros(1, 0, dtype=torch.long))
+    close(in_pieces(model, ids, [4, 5], cache), run(model, ids))
+    assert cache.previous_attention_mask.tolist() == [[1] * 9]
+
+
+# --- parts of the layers --------------------------------------------------------------------------
+
+
+def test_two_halves_of_the_layers_fill_one_cache_and_remember_the_padding() -> None:
+    model = loud.build("rotary_window")
+    _, ids, mask = loud.ragged([3, 7])
+    _, new, new_mask = loud.ragged([4, 2], seed=8)
+    whole, cache = filled(model, ids, attention_mask=mask), empty_cache(model, 2)
+    expected = run(model, new, attention_mask=new_mask, past_kv_cache=whole)
+    for tokens, m in ((ids, mask), (new, new_mask)):
+        half = run(model, tokens, attention_mask=m, past_kv_cache=cache, stop_at_layer=1)
+        out = run(model, half, start_at_layer=1, past_kv_cache=cache)
+    close(out[new_mask.bool()], expected[new_mask.bool()])
+    assert cache.previous_attention_mask.tolist() == whole.previous_attention_mask.tolist()
+
+
+def test_stopping_before_the_first_layer_stores_nothing() -> None:
+    model = loud.build("standard")
+    _, ids, mask = loud.ragged([3, 7])
+    cache = empty_cache(model, 2)
+    run(model, ids, attention_mask=mask, past_kv_cache=cache, stop_at_layer=0)
+    assert cache.length == 0
+    assert cache.padding is None
+
+
+# --- gradients, inference mode --------------------------------------------------------------------
+
+
+def test_under_grad_the_gradients_are_those_of_one_pass() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    model(ids).square().sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    cache = empty_cache(model, 1, max_len=12)
+    outs = [model(part, past_kv_cache=cache) for part in ids.split([4, 1, 4], 1)]
+    torch.cat(outs, 1).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            close(parameter.grad, expected[name], 1e-3)
+    run(model, loud.tokens(1, 3), past_kv_cache=cache)  # on without a graph, in the room there is
+    assert cache.length == 12
+    assert not cache[0].past_keys.requires_grad
+
+
+def test_gradcheck_through_a_cache_in_pieces() -> None:
+    sizes = {"n_layers": 1, "d_model": 5, "d_head": 4, "n_heads": 2, "d_mlp": 7}
+    model = loud.build("rotary", dtype="float64", **sizes)
+    residual = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
+
+    def pieces(x: Tensor) -> Tensor:
+        cache = empty_cache(model)
+        args: dict[str, Any] = {"start_at_layer": 0, "stop_at_layer": 1, "past_kv_cache": cache}
+        return torch.cat([model(part, **args) for part in x.split([2, 1, 1], 1)], 1)
+
+    assert torch.autograd.gradcheck(pieces, residual)
+
+
+def test_training_queries_alone_works_through_a_growing_cache() -> None:
+    model, ids = loud.build("standard"), loud.tokens(1, 8)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.blocks[0].attn.W_Q.requires_grad_(True)
+    cache = empty_cache(model)
+    sum(model(part, past_kv_cache=cache).sum() for part in ids.split(4, 1)).backward()
+    grad = model.blocks[0].attn.W_Q.grad.clone()
+    model.zero_grad()
+    model(ids).sum().backward()
+    close(grad, model.blocks[0].attn.W_Q.grad, 1e-3)
+
+
+def test_report_057_a_frozen_cache_lets_go_of_the_graph_that_made_it() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    cache = empty_cache(model)
+    model(ids[:, :5], past_kv_cache=cache)
+    assert cache[0].past_keys.requires_grad
+    cache.freeze()
+    assert not any(e.past_keys.requires_grad or e.past_values.requires_grad for e in cache.entries)
+    for _ in range(2):  # a prefix that kept its graph would fail the second time
+        model(ids[:, 5:], past_kv_cache=cache).sum().backward()
+    assert model.blocks[0].attn.W_Q.grad is not None
+
+
+@pytest.mark.parametrize("how", ["growing", "frozen", "branch"])
+def test_a_cache_made_in_inference_mode_is_usable_outside(how: str) -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    cache = empty_cache(model)
+    with torch.inference_mode():
+        model(ids[:, :5], past_kv_cache=cache)
+    if how != "growing":
+        cache.freeze()
+    used = cache.branch(1) if how == "branch" else cache
+    out = model(ids[:, 5:], past_kv_cache=used)
+    out.sum().backward()
+    close(out.detach(), run(model, ids)[:, 5:])
+    run(model, loud.tokens(1, 2), past_kv_cache=used)
+
+
+def test_a_cache_made_outside_is_usable_in_inference_mode() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 9)
+    cache = filled(model, ids[:, :5])
+    with torch.inference_mode():
+        out = model(ids[:, 5:7], past_kv_cache=cache)
+    close(out.clone(), run(model, ids)[:, 5:7])
+    close(run(model, ids[:, 7:], past_kv_cache=cache), run(model, ids)[:, 7:])
+
+
+# --- without and with a tokenizer -----------------------------------------------------------------
+
+
+def test_text_that_continues_a_cache_gets_no_second_bos() -> None:
+    from tokenizers_for_tests import gpt2_like
+
+    model = loud.build("standard", gpt2_like())
+    cache = empty_cache(model)
+    run(model, "Hello world", past_kv_cache=cache)
+    n = cache.length
+    assert n == model.to_tokens("Hello world").shape[1]
+    run(model, ", hello", past_kv_cache=cache)
+    assert cache.length == n + model.to_tokens(", hello", prepend_bos=False).shape[1]
+    run(model, " there", past_kv_cache=cache, prepend_bos=True)
+    assert cache.length == n + model.to_tokens(", hello there").shape[1]
+
+
+def test_texts_of_different_lengths_continue_a_frozen_text() -> None:
+    from tokenizers_for_tests import gpt2_like
+
+    model = loud.build("rotary", gpt2_like(), default_prepend_bos=True)
+    cache = filled(model, model.to_tokens("The cat sat"), frozen=True)
+    texts = [" on the mat", " down and looked at Mary"]
+    out = run(model, texts, past_kv_cache=cache, padding_side="left")
+    for row, text in zip(out, texts, strict=True):
+        suffix = model.to_tokens(text, prepend_bos=False)
+        whole = torch.cat((model.to_tokens("The cat sat"), suffix), 1)
+        close(row[-suffix.shape[1] :], run(model, whole)[0, -suffix.shape[1] :])
