@@ -28,7 +28,10 @@ N_STEPS = 4000
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 2e-3, 100, 0.1, 2048
 # Short windows show a new circuit where to look, long ones carry it to all positions.
 WINDOWS = (32, 64, 128, N_CTX)
-REPEATS = 0.4  # fraction of the documents that are repeated random tokens
+REPEATS = 0.25  # fraction of the documents that are repeated random tokens
+# Induction heads appear within 200 steps when nothing else is asked for, and then stay; among
+# sentences they take ten times as long.
+ONLY_REPEATS_STEPS = 300
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
 
@@ -98,27 +101,31 @@ def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
     return period * rng.randint(2, max(2, 100 // length))
 
 
-def document_ids(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    if rng.random() < REPEATS:
+def document_ids(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, repeats: float
+) -> list[int]:
+    if rng.random() < repeats:
         return repeated_ids(rng, len(tokenizer))
     # Short documents teach the opening words, long ones the late positions.
     n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
     return tokenizer.encode(language.document(rng, n_sentences), verbose=False)
 
 
-def window(rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int) -> list[int]:
+def window(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int, repeats: float
+) -> list[int]:
     """Documents end to end, each after the end-of-text token, cut to the length."""
     ids: list[int] = []
     while len(ids) < length:
-        ids += [tokenizer.bos_token_id, *document_ids(rng, tokenizer)]
+        ids += [tokenizer.bos_token_id, *document_ids(rng, tokenizer, repeats)]
     return ids[:length]
 
 
 def get_batch(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, n_tokens: int, length: int
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int, repeats: float
 ) -> Int[Tensor, "batch pos"]:
-    windows = [window(rng, tokenizer, length) for _ in range(n_tokens // length)]
-    return torch.tensor(windows)
+    n_windows = TOKENS_PER_STEP // length
+    return torch.tensor([window(rng, tokenizer, length, repeats) for _ in range(n_windows)])
 
 
 # Training
@@ -147,7 +154,8 @@ def train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int,
     optimizer = build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, n_steps))
     for step in range(n_steps):
-        batch = get_batch(rng, tokenizer, TOKENS_PER_STEP, rng.choice(WINDOWS))
+        repeats = 1.0 if step < ONLY_REPEATS_STEPS else REPEATS
+        batch = get_batch(rng, tokenizer, rng.choice(WINDOWS), repeats)
         loss = model(batch, return_type="loss")
         optimizer.zero_grad()
         loss.backward()
@@ -243,10 +251,10 @@ def evaluate_repeats(model, tokenizer: PreTrainedTokenizerFast, length: int = 50
 @torch.no_grad()
 def evaluate(model, tokenizer: PreTrainedTokenizerFast) -> dict:
     rng = random.Random(HELD_OUT_SEED)
-    batch = get_batch(rng, tokenizer, 64 * N_CTX, N_CTX)
+    held_out = torch.tensor([window(rng, tokenizer, N_CTX, REPEATS) for _ in range(64)])
     prefix = language.document(rng, 12) + " "
     return {
-        "held_out_loss": model(batch, return_type="loss").item(),
+        "held_out_loss": model(held_out, return_type="loss").item(),
         "indirect_object_ABBA": evaluate_indirect_objects(model, tokenizer, "ABBA"),
         "indirect_object_BABA": evaluate_indirect_objects(model, tokenizer, "BABA"),
         "indirect_object_ABBA_after_12_sentences": evaluate_indirect_objects(

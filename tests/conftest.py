@@ -13,8 +13,9 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Shapes and types in signatures are checked at run time, under pytest only; an int passes for a float
-# (PEP 484). Done here because jaxtyping's command-line option takes no options for the type checker.
+# Shapes and types in signatures are checked at run time, under pytest only; an int passes for a
+# float (PEP 484). Done here because jaxtyping's command-line option takes no options for the type
+# checker.
 install_import_hook(
     ["transformer_lens_lite", "weights_conversion"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
@@ -22,8 +23,8 @@ install_import_hook(
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
-# Models in tests are tiny: a second thread costs more in waiting than it saves, above all when xdist's
-# workers, or another run of the suite, share the cores.
+# Models in tests are tiny: a second thread costs more in waiting than it saves, above all when
+# xdist's workers, or another run of the suite, share the cores.
 torch.set_num_threads(1)
 
 

@@ -79,7 +79,9 @@ def tokens(batch: int = 1, length: int = 9, seed: int = 1, d_vocab: int = 61) ->
     return torch.randint(1, d_vocab, (batch, length), generator=generator)
 
 
-def ragged(lengths: list[int], side: str = "left", seed: int = 2) -> tuple[list[Tensor], Tensor, Tensor]:
+def ragged(
+    lengths: list[int], side: str = "left", seed: int = 2
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Rows of these lengths, and the same padded: (rows [1, length], ids, mask). The pad is id 0."""
     rows = [tokens(1, length, seed + i) for i, length in enumerate(lengths)]
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)

@@ -86,7 +86,9 @@ def test_pieces_equal_one_pass(kind: str, max_len: int | None) -> None:
 def test_any_chunking_of_any_kind_equals_one_pass(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(list(loud.KINDS)))
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
-    model = loud.build(kind, n_layers=2, **({"attn_types": ["local", "global"]} if "window" in kind else {}))
+    model = loud.build(
+        kind, n_layers=2, **({"attn_types": ["local", "global"]} if "window" in kind else {})
+    )
     ids = loud.tokens(1, sum(sizes), seed=data.draw(st.integers(0, 99)))
     close(in_pieces(model, ids, sizes, empty_cache(model)), run(model, ids))
 
@@ -128,7 +130,9 @@ def test_bf16_caches_bf16_and_agrees_with_one_pass() -> None:
 
 def test_report_050_bf16_cached_argmax_equals_hugging_face() -> None:
     hf = tiny.build("llama_gqa").to(torch.bfloat16)
-    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf, device="cpu", dtype="bfloat16")
+    model = HookedTransformer.from_pretrained_no_processing(
+        hf_model=hf, device="cpu", dtype="bfloat16"
+    )
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     how |= {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     out = hf.generate(loud.tokens(1, 7, d_vocab=59), **how)
@@ -147,7 +151,9 @@ def test_report_050_bf16_cached_argmax_equals_hugging_face() -> None:
     ],
     ids=["dynamic", "longrope"],
 )  # fmt: skip
-def test_length_dependent_frequencies_agree_up_to_the_threshold_only(scaling: Any, short: int) -> None:
+def test_length_dependent_frequencies_agree_up_to_the_threshold_only(
+    scaling: Any, short: int
+) -> None:
     model = loud.build("rotary", rotary_scaling=scaling)
     ids = loud.tokens(1, short + 4)
     cache = empty_cache(model)
@@ -172,9 +178,10 @@ def test_left_padding_in_both_pieces_is_ignored(kind: str) -> None:
         alone = run(model, torch.cat((a, b, loud.tokens(3, 2)[i : i + 1]), 1))[:, a.shape[1] :]
         close(out[i : i + 1, -b.shape[1] :], alone[:, :-2])
         close(third[i : i + 1], alone[:, -2:])
-    assert cache.previous_attention_mask.tolist() == torch.cat(
-        (mask_1, mask_2, torch.ones(3, 2, dtype=torch.long)), 1
-    ).tolist()
+    assert (
+        cache.previous_attention_mask.tolist()
+        == torch.cat((mask_1, mask_2, torch.ones(3, 2, dtype=torch.long)), 1).tolist()
+    )
 
 
 def test_report_046_masks_of_the_new_and_of_the_full_length_are_equal() -> None:
@@ -286,7 +293,9 @@ def test_report_044_memory_does_not_grow_with_the_number_of_suffixes(kind: str) 
     prefix_bytes = cache[0].past_keys.nbytes
     n, suffix = 16, loud.tokens(16, 2)
     largest, peak = peak_memory(lambda: model(suffix, past_kv_cache=cache))
-    assert largest < prefix_bytes * n / 4  # scores are [n, head, 2, 602]: far smaller than n prefixes
+    assert (
+        largest < prefix_bytes * n / 4
+    )  # scores are [n, head, 2, 602]: far smaller than n prefixes
     assert peak < prefix_bytes * n / 2
     _, copied = peak_memory(lambda: model(suffix, past_kv_cache=cache.expand(n)))
     assert copied > prefix_bytes * n  # the measurement sees a copy where there is one
@@ -334,7 +343,8 @@ def test_report_043_two_interleaved_continuations_are_as_one_after_the_other() -
     args: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "stop_at_eos": False}
     expected = [model.generate(p, past_kv_cache=cache, **args) for p in prompts]
     streams = [
-        model.generate_stream(p, past_kv_cache=cache, max_tokens_per_yield=1, **args) for p in prompts
+        model.generate_stream(p, past_kv_cache=cache, max_tokens_per_yield=1, **args)
+        for p in prompts
     ]
     chunks = list(zip(*streams, strict=True))
     for i in (0, 1):
@@ -419,7 +429,12 @@ def test_past_n_ctx_is_refused_and_real_tokens_are_what_counts() -> None:
     with pytest.raises(ValueError, match="reaches 13 positions.*n_ctx=12"):
         model(loud.tokens(1, 3), past_kv_cache=cache)
     _, ids, mask = loud.ragged([4, 10])
-    run(model, ids[:1], attention_mask=mask[:1], past_kv_cache=filled(model, ids[:1], attention_mask=mask[:1]))
+    run(
+        model,
+        ids[:1],
+        attention_mask=mask[:1],
+        past_kv_cache=filled(model, ids[:1], attention_mask=mask[:1]),
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

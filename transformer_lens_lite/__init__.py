@@ -1,4 +1,5 @@
-"""Open language models with every intermediate value named: HookedTransformer, small, exact and fast."""
+"""Open language models with every intermediate value named: HookedTransformer, small, exact and
+fast."""
 
 from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.config import HookedTransformerConfig

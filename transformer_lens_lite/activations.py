@@ -1,5 +1,6 @@
 """What a forward pass left behind: `ActivationCache`, a mapping from hook names to tensors."""
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,7 +40,9 @@ class ActivationCache(Mapping[str, Tensor]):
         """The model the activations came from. ReferenceError when it is gone."""
         model = self._model() if self._model is not None else None
         if model is None:
-            raise ReferenceError("the model this cache came from is gone, or was dropped by pickling")
+            raise ReferenceError(
+                "the model this cache came from is gone, or was dropped by pickling"
+            )
         return model
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,10 +61,13 @@ class ActivationCache(Mapping[str, Tensor]):
         if not isinstance(key, tuple) or not 1 <= len(key) <= 3:
             raise KeyError(f"a key is a name or (name, layer[, layer_type]), got {key!r}")
         name, layer, layer_type = (*key, None, None)[:3]
+        if hasattr(layer, "__index__"):  # int, or a number of numpy or torch
+            layer = operator.index(layer)
+            layer += self._n_layers if layer < 0 and self._n_layers is not None else 0
+        elif not isinstance(layer, str | None):
+            raise KeyError(f"a layer is a number, got {key!r}")
         if not isinstance(name, str) or not isinstance(layer_type, str | None):
             raise KeyError(f"names and layer types are strings, got {key!r}")
-        if isinstance(layer, int) and layer < 0 and self._n_layers is not None:
-            layer += self._n_layers
         return get_act_name(name, layer, layer_type)
 
     def __getitem__(self, key: CacheKey) -> Tensor:
@@ -74,7 +80,9 @@ class ActivationCache(Mapping[str, Tensor]):
         message = f"{name!r} is not in this cache"
         model = self._model() if self._model is not None else None
         if model is not None and name in model.hook_dict:
-            return f"{message}: the model has that hook point, but it was not captured or did not fire"
+            return (
+                f"{message}: the model has that hook point, but it was not captured or did not fire"
+            )
         if name.endswith("hook_resid_mid"):
             message += " (parallel and attention-only blocks have no resid_mid)"
         return f"{message}.{closest(name, self.cache_dict)}"

@@ -18,6 +18,9 @@ class CheckpointMethods:
     """Loading checkpoints, with and without processing, and writing them back."""
 
     cfg: HookedTransformerConfig
+    # which steps of weight processing these weights went through; no checkpoint format describes
+    # those
+    processed: frozenset[str] = frozenset()
 
     @classmethod
     def from_pretrained(
@@ -46,9 +49,11 @@ class CheckpointMethods:
         hf_config: Any = None,
         trust_remote_code: bool = False,
     ) -> Any:
-        """A model from a checkpoint, its weights simplified in ways that leave log-probabilities as they are.
+        """A model from a checkpoint, its weights simplified in ways that leave log-probabilities as
+        they are.
 
-        `from_pretrained_no_processing` loads the weights as they are, and gives Hugging Face's logits.
+        `from_pretrained_no_processing` loads the weights as they are, and gives Hugging Face's
+        logits.
 
         Args:
             model_name: "tiny-lens" (the model in the box), a folder, or a name on the hub.
@@ -58,7 +63,8 @@ class CheckpointMethods:
             tokenizer: default: the checkpoint's own.
             n_ctx: another context length than the checkpoint's.
             first_n_layers: load only these.
-            revision: of a hub checkpoint; `checkpoint_value=n` (or `checkpoint_label`) is "step{n}".
+            revision: of a hub checkpoint; `checkpoint_value=n` (or `checkpoint_label`) is
+                "step{n}".
         Raises:
             FileNotFoundError: no such model.
             ValueError: a damaged or unsupported checkpoint, or contradicting arguments.
@@ -66,7 +72,9 @@ class CheckpointMethods:
         from transformer_lens_lite.loading import load_pretrained
 
         if n_devices != 1:
-            raise ValueError(f"n_devices={n_devices}: splitting a model over devices is not supported")
+            raise ValueError(
+                f"n_devices={n_devices}: splitting a model over devices is not supported"
+            )
         wanted = parse_dtype(torch_dtype or dtype)
         processing = {
             "fold_ln": fold_ln,
@@ -102,7 +110,8 @@ class CheckpointMethods:
     def from_pretrained_no_processing(
         cls, model_name: str | PathLike[str] | None = None, **arguments: Any
     ) -> Any:
-        """A model that is exactly the checkpoint: Hugging Face's logits. Arguments as `from_pretrained`."""
+        """A model that is exactly the checkpoint: Hugging Face's logits. Arguments as
+        `from_pretrained`."""
         off: dict[str, Any] = {
             "fold_ln": False,
             "center_writing_weights": False,
@@ -123,14 +132,15 @@ class CheckpointMethods:
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
         """Simplify this model's weights in place; hooks stay attached. See `weight_processing`."""
-        self.load_and_process_state_dict(
-            dict(self.state_dict()),  # type: ignore[attr-defined]
-            fold_ln,
-            center_writing_weights,
-            center_unembed,
-            fold_value_biases,
-            refactor_factored_attn_matrices,
-        )
+        own = dict(self.state_dict())  # type: ignore[attr-defined]
+        flags = {
+            "fold_ln": fold_ln,
+            "center_writing_weights": center_writing_weights,
+            "center_unembed": center_unembed,
+            "fold_value_biases": fold_value_biases,
+            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+        }
+        self._process(own, flags)
 
     def load_and_process_state_dict(
         self,
@@ -143,21 +153,25 @@ class CheckpointMethods:
     ) -> None:
         """Load weights, simplified. `state_dict` must be as this model's `cfg` describes it.
 
-        Raises: ValueError when a weight matrix is missing; other missing parameters keep this model's
-            values, with a warning. RuntimeError for unexpected keys or wrong shapes.
+        Raises: ValueError when a weight matrix is missing; other missing parameters keep this
+            model's values, with a warning. RuntimeError for unexpected keys or wrong shapes.
         """
+        flags = {
+            "fold_ln": fold_ln,
+            "center_writing_weights": center_writing_weights,
+            "center_unembed": center_unembed,
+            "fold_value_biases": fold_value_biases,
+            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
+        }
+        # copied, so that the model never shares memory with the caller's dictionary
+        self._process({n: t.clone() for n, t in self._completed(state_dict).items()}, flags)
+
+    def _process(self, state: dict[str, Tensor], flags: dict[str, bool]) -> None:
         from transformer_lens_lite.weight_processing import process_weights
 
-        cfg, state = process_weights(
-            self.cfg,
-            self._completed(state_dict),
-            fold_ln=fold_ln,
-            center_writing_weights=center_writing_weights,
-            center_unembed=center_unembed,
-            fold_value_biases=fold_value_biases,
-            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-        )
-        self._become(cfg, state)
+        cfg, processed = process_weights(self.cfg, state, **flags)
+        self._become(cfg, processed)
+        self.processed = self.processed | {name for name, on in flags.items() if on}
 
     def _completed(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         own = dict(self.state_dict())  # type: ignore[attr-defined]

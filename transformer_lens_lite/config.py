@@ -50,7 +50,8 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def default_device() -> str:
-    """CUDA when there is one, else the CPU. MPS is never chosen by itself: it has been silently wrong."""
+    """CUDA when there is one, else the CPU. MPS is never chosen by itself: it has been silently
+    wrong."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -59,7 +60,8 @@ def default_device() -> str:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """One normalisation: `kind` LN, LNPre, RMS or RMSPre; `offset` is added to the weight (Gemma: 1)."""
+    """One normalisation: `kind` LN, LNPre, RMS or RMSPre; `offset` is added to the weight (Gemma:
+    1)."""
 
     kind: str
     width: int
@@ -116,7 +118,8 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer. `mlp` is the sum type a mixture of experts will join; None in attention-only models."""
+    """One layer. `mlp` is the sum type a mixture of experts will join; None in attention-only
+    models."""
 
     layer: int
     attention: AttentionSpec
@@ -250,7 +253,9 @@ class HookedTransformerConfig:
     rotary_scaling_global_only: bool = False  # local layers turn unscaled
     rotary_layers: Sequence[bool] | None = None  # which layers turn at all (None: every one)
     qk_norm_per_head: bool = True  # False: one norm over all heads together
-    norm_place: str = "pre"  # "post": only after attention and MLP; "both" = use_normalization_before_and_after
+    norm_place: str = (
+        "pre"  # "post": only after attention and MLP; "both" = use_normalization_before_and_after
+    )
     norm_weight_offset: float = 0.0  # RMS weights mean (offset + w)
     gated_mlp_biases: bool = False  # b_gate and b_up in a gated MLP
     embed_scale: float = 1.0
@@ -288,7 +293,9 @@ class HookedTransformerConfig:
         for name in ("n_heads", "d_vocab", "d_vocab_out"):
             value = getattr(self, name)
             if not isinstance(value, int) or (value < 1 and value != -1):
-                raise ValueError(f"{name} must be a positive integer, or -1 for its default; got {value!r}")
+                raise ValueError(
+                    f"{name} must be a positive integer, or -1 for its default; got {value!r}"
+                )
         for name in ("d_mlp", "n_key_value_heads", "rotary_dim", "window_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -313,7 +320,9 @@ class HookedTransformerConfig:
             self.rotary_dim = self.d_head
         if self.use_normalization_before_and_after:
             if self.norm_place == "post":
-                raise ValueError("use_normalization_before_and_after=True contradicts norm_place='post'")
+                raise ValueError(
+                    "use_normalization_before_and_after=True contradicts norm_place='post'"
+                )
             self.norm_place = "both"
         self.use_normalization_before_and_after = self.norm_place == "both"
 
@@ -343,7 +352,9 @@ class HookedTransformerConfig:
                 f"window_size={self.window_size!r}, attn_types={self.attn_types!r}"
             )
         if self.window_size is not None and not self.use_local_attn:
-            raise ValueError(f"window_size={self.window_size} has no effect with use_local_attn=False")
+            raise ValueError(
+                f"window_size={self.window_size} has no effect with use_local_attn=False"
+            )
         self._check_per_layer("attn_types", ("global", "local"))
         self._check_per_layer("rotary_layers", (True, False))
         if self.use_local_attn and "local" not in (self.attn_types or ()):
@@ -386,16 +397,22 @@ class HookedTransformerConfig:
 
     def _check_unsupported(self) -> None:
         if self.n_devices != 1:
-            raise ValueError(f"n_devices={self.n_devices}: splitting a model over devices is not supported")
+            raise ValueError(
+                f"n_devices={self.n_devices}: splitting a model over devices is not supported"
+            )
         if self.load_in_4bit or self.quantization_method:
-            raise ValueError("load_in_4bit / quantization_method: quantised weights are not supported")
+            raise ValueError(
+                "load_in_4bit / quantization_method: quantised weights are not supported"
+            )
         if self.use_dynamic_ntk_rope or self.use_logn_attn:
             raise ValueError(
                 "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic NTK use "
                 "rotary_scaling={'rope_type': 'dynamic', 'factor': …}"
             )
         if self.num_experts is not None or self.experts_per_token is not None:
-            raise ValueError("num_experts / experts_per_token: mixtures of experts are not supported yet")
+            raise ValueError(
+                "num_experts / experts_per_token: mixtures of experts are not supported yet"
+            )
 
     # -- expansion --
 
@@ -444,7 +461,8 @@ class HookedTransformerConfig:
         return next(iter(given.values()), (None, False))
 
     def norm_spec(self, width: int | None = None, kind: str | None = None) -> NormSpec | None:
-        """The spec of this model's norm, or of a norm of another `kind` or `width`; None: no norm."""
+        """The spec of this model's norm, or of a norm of another `kind` or `width`; None: no
+        norm."""
         kind = kind or self.normalization_type
         if kind is None:
             return None
@@ -571,13 +589,13 @@ class HookedTransformerConfig:
     def _count_params(self) -> int:
         """Weights of attention and MLPs, as the classic class counts them (grouping ignored)."""
         attention = 4 * self.d_model * self.d_head * self.n_heads
-        mlp = 0 if self.attn_only else self.d_model * (self.d_mlp or 0) * (3 if self.gated_mlp else 2)
+        mlp = (
+            0 if self.attn_only else self.d_model * (self.d_mlp or 0) * (3 if self.gated_mlp else 2)
+        )
         return self.n_layers * (attention + mlp)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}:\n{pprint.pformat(self.to_dict())}"
-
-
 
 
 def _refuse_unknown_arguments(cls: type) -> None:
@@ -588,7 +606,9 @@ def _refuse_unknown_arguments(cls: type) -> None:
         known = type(self).__dataclass_fields__
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{type(self).__name__} has no field {name!r}.{closest(name, known)}")
+                raise TypeError(
+                    f"{type(self).__name__} has no field {name!r}.{closest(name, known)}"
+                )
         construct(self, *args, **kwargs)
 
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature follows it

@@ -44,7 +44,8 @@ class Ending:
         for eos in self.eos_ids:
             ended |= newest == eos
         if self.stop_strings:
-            # a token is at least one character, so an occurrence that ends now starts within this tail
+            # a token is at least one character, so an occurrence that ends now starts within this
+            # tail
             tail = max(len(stop.encode()) for stop in self.stop_strings) + 1
             texts = [text_after_text(model, row) for row in generated[:, -tail:]]
             found = [any(stop in text for stop in self.stop_strings) for text in texts]
@@ -59,7 +60,8 @@ def text_after_text(model: Any, ids: Int[Tensor, " pos"]) -> str:
 
 
 class Generation:
-    """One generation in progress. Iterating yields new tokens, [batch] at a time, until all rows end.
+    """One generation in progress. Iterating yields new tokens, [batch] at a time, until all rows
+    end.
 
     The prompt is ids or embeddings; `cache` is None when every step runs the whole sequence anew.
     """
@@ -84,7 +86,8 @@ class Generation:
         self.sampling = sampling
         self.logits: Float[Tensor, "batch d_vocab_out"] | None = None  # of the latest step
         self.can_end = bool(ending.eos_ids or ending.stop_strings)
-        # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets one
+        # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets
+        # one
         keeps_to_itself = own_cache and not model.is_listened()
         self.mode = torch.inference_mode if keeps_to_itself else torch.no_grad
         batch = prompt.shape[0]
@@ -178,7 +181,11 @@ def start_generation(
     verbose: bool | None = None,
 ) -> Generation:
     """Check every argument before anything is run, and set the generation up."""
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+    if (
+        isinstance(max_new_tokens, bool)
+        or not isinstance(max_new_tokens, int)
+        or max_new_tokens < 0
+    ):
         raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
     warping = {
         "top_k": top_k,
@@ -192,7 +199,9 @@ def start_generation(
     sampling = {**warping, "do_sample": do_sample, "generator": generator}
     prompt, mask = prompt_and_mask(model, input, prepend_bos, attention_mask, past_kv_cache)
     if prompt.is_floating_point() and (freq_penalty != 0.0 or repetition_penalty != 1.0):
-        raise ValueError("freq_penalty and repetition_penalty count tokens; the prompt is embeddings")
+        raise ValueError(
+            "freq_penalty and repetition_penalty count tokens; the prompt is embeddings"
+        )
     if past_kv_cache is not None and not use_past_kv_cache:
         raise ValueError("past_kv_cache was given together with use_past_kv_cache=False")
     batch, length = prompt.shape[:2]
@@ -233,7 +242,8 @@ def prompt_and_mask(
 def check_fits(
     model: Any, prompt: Tensor, mask: Tensor | None, new: int, cache: KeyValueCache | None
 ) -> None:
-    """ValueError when mask or cache do not fit the prompt, or the last token fed would not fit them."""
+    """ValueError when mask or cache do not fit the prompt, or the last token fed would not fit
+    them."""
     batch, length = prompt.shape[:2]
     fed = length + max(new - 1, 0)  # the last token is never fed
     past = model._past_length(cache, range(model.cfg.n_layers), batch, fed)
@@ -282,7 +292,8 @@ def continued_cache(
     room: int,
     device: torch.device,
 ) -> KeyValueCache:
-    """The cache to fill: a new one, the given one, or a branch of a frozen one that leaves it as it is."""
+    """The cache to fill: a new one, the given one, or a branch of a frozen one that leaves it as it
+    is."""
     if past_kv_cache is None:
         return KeyValueCache.init_cache(model.cfg, device, batch, max_len=room)
     if past_kv_cache.frozen:
@@ -414,12 +425,12 @@ class GenerationMethods:
             max_new_tokens: at most this many; fewer when all rows end.
             stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by
                 default), or when its new text contains one of these strings.
-            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's order
-                (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
+            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's
+                order (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
             freq_penalty, repetition_penalty: against tokens that occurred already.
             use_past_kv_cache: False runs the whole sequence at every step.
-            past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it is
-                and, with one row, serves any batch. Another is appended to, the prompt and all
+            past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it
+                is and, with one row, serves any batch. Another is appended to, the prompt and all
                 new tokens but the last.
             return_type: "input" (the kind the input is), "str", "tokens" (prompt and new; only new
                 for embeddings) or "embeds".
@@ -464,9 +475,10 @@ class GenerationMethods:
     ) -> Iterator[Any]:
         """Continue a prompt, yielding as tokens come; arguments otherwise as for `generate`.
 
-        Yields ids [batch, chunk], or their text with `return_type="str"`, whenever that many tokens have
-        gathered, and the rest at the end. The first chunk starts with the prompt: joined, the chunks are
-        what `generate` returns. Arguments are checked at the call, before the first chunk is asked for.
+        Yields ids [batch, chunk], or their text with `return_type="str"`, whenever that many tokens
+        have gathered, and the rest at the end. The first chunk starts with the prompt: joined, the
+        chunks are what `generate` returns. Arguments are checked at the call, before the first
+        chunk is asked for.
         """
         if max_tokens_per_yield < 1:
             raise ValueError(f"max_tokens_per_yield must be at least 1, got {max_tokens_per_yield}")

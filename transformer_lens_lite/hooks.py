@@ -1,7 +1,7 @@
 """Named places in a forward pass where one can listen or interfere.
 
-A `HookPoint` is called in the middle of a sentence, `q = self.hook_q(q)`, and returns its input. With
-nobody listening that costs one truth test.
+A `HookPoint` is called in the middle of a sentence, `q = self.hook_q(q)`, and returns its input.
+With nobody listening that costs one truth test.
 
 A hook is `fn(tensor, hook=point)`. It returns None (unchanged; in-place edits do take effect) or a
 replacement of the same shape. A backward hook gets the gradient of the activation and returns a
@@ -22,7 +22,8 @@ Both = Literal["fwd", "bwd", "both"]
 class Component(nn.Module):
     """nn.Module without the costs that show in a small model's decoding loop.
 
-    Submodules are ordinary attributes too: nn.Module finds them only after the normal lookup failed,
+    Submodules are ordinary attributes too: nn.Module finds them only after the normal lookup
+        failed,
     which costs more than an idle hook point does. (Parameters are left alone: `.to()` may replace
     those objects.) And a call goes straight to `forward` unless torch's own hooks are in use.
     """
@@ -56,7 +57,8 @@ class Component(nn.Module):
 
 
 class LensHandle:
-    """One function attached to one hook point. `remove()` detaches it; doing so twice is harmless."""
+    """One function attached to one hook point. `remove()` detaches it; doing so twice is
+    harmless."""
 
     def __init__(
         self,
@@ -241,7 +243,8 @@ class HookPoint(Component):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Detach hooks of one direction; permanent ones only when asked, others by level if given."""
+        """Detach hooks of one direction; permanent ones only when asked, others by level if
+        given."""
         for handle in self._handles_of(dir):
             matches = level is None or handle.context_level == level
             if including_permanent or (not handle.is_permanent and matches):

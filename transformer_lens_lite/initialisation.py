@@ -10,8 +10,8 @@ from transformer_lens_lite.config import HookedTransformerConfig
 
 
 def fans(name: str, weight: Tensor) -> tuple[int, int]:
-    """(inputs, outputs) of the linear map a weight is: [head, in, out] or, for W_O, [head, in, out] summed
-    over heads; [in, out] otherwise. An embedding looks up one row, so it has one input."""
+    """(inputs, outputs) of the linear map a weight is: [head, in, out] or, for W_O, [head, in, out]
+    summed over heads; [in, out] otherwise. An embedding looks up one row, so it has one input."""
     if name in ("W_E", "W_pos"):
         return 1, weight.shape[1]
     if weight.ndim == 2:
@@ -71,5 +71,3 @@ def uniform(weight: Tensor, std: float, generator: torch.Generator | None) -> Te
     """Uniform with mean 0 and this standard deviation, in place."""
     limit = math.sqrt(3) * std
     return weight.uniform_(-limit, limit, generator=generator)
-
-

@@ -1,11 +1,11 @@
 """The keys and values of positions already seen, so that they are computed once.
 
 A `KeyValueCache` has one entry per layer. An entry is a tuple of shared *prefix* segments, which it
-never writes, and a growing *tail* of its own. Freezing makes the tail read-only too: a frozen cache is
-a prefix, and any number of forwards, or `branch()`es, read it without copying.
+never writes, and a growing *tail* of its own. Freezing makes the tail read-only too: a frozen cache
+is a prefix, and any number of forwards, or `branch()`es, read it without copying.
 
-Memory is [batch, kv_head, pos, d_head], so that a batched product reads it in place. What users see is
-the classic [batch, pos, kv_head, d_head].
+Memory is [batch, kv_head, pos, d_head], so that a batched product reads it in place. What users see
+is the classic [batch, pos, kv_head, d_head].
 """
 
 import copy
@@ -56,7 +56,8 @@ class KeyValueCacheEntry:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What is stored, without copying: the prefix's segments, then the tail if it holds anything."""
+        """What is stored, without copying: the prefix's segments, then the tail if it holds
+        anything."""
         tail = (self._keys[:, :, : self._length], self._values[:, :, : self._length])
         return (*self.prefix, tail) if self._length or not self.prefix else self.prefix
 
@@ -211,7 +212,8 @@ class KeyValueCache:
     """Keys, values and the attention mask of what a model has seen, per layer.
 
     Pass it as `past_kv_cache=`: every forward appends to it, until it is frozen; then forwards read
-    it, as a prefix of batch 1 for inputs of any batch or of their own batch, and leave it unchanged.
+    it, as a prefix of batch 1 for inputs of any batch or of their own batch, and leave it
+    unchanged.
     """
 
     def __init__(
@@ -330,7 +332,8 @@ class KeyValueCache:
         return self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
 
     def expand(self, batch_size: int) -> "KeyValueCache":
-        """A copy with every row repeated so that there are `batch_size` rows (a multiple of the present)."""
+        """A copy with every row repeated so that there are `batch_size` rows (a multiple of the
+        present)."""
         times, rest = divmod(batch_size, self.batch_size)
         if rest or times < 1:
             raise ValueError(f"cannot expand a cache of {self.batch_size} rows to {batch_size}")

@@ -131,8 +131,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         """Run the model.
 
         Args:
-            input: a text, a list of texts, token ids [pos] or [batch, pos]; with `start_at_layer` the
-                residual stream [batch, pos, d_model] that enters that layer.
+            input: a text, a list of texts, token ids [pos] or [batch, pos]; with `start_at_layer`
+                the residual stream [batch, pos, d_model] that enters that layer.
             return_type: "logits" [batch, pos, d_vocab_out]; "loss", the mean next-token
                 cross-entropy in nats over real tokens; "both"; or None, for the hooks' sake only.
             loss_per_token: loss as [batch, pos - 1].
@@ -142,11 +142,13 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
                 numbers count from the end. With `stop_at_layer` the residual stream is returned.
             past_kv_cache: what came before; appended to, unless it is frozen.
         Raises:
-            ValueError: too long an input, ids outside the vocabulary, a mask or a cache that does not
-                fit, an unknown `return_type`, text without a tokenizer. Nothing was run then.
+            ValueError: too long an input, ids outside the vocabulary, a mask or a cache that does
+                not fit, an unknown `return_type`, text without a tokenizer. Nothing was run then.
         """
         if return_type not in RETURN_TYPES:
-            raise ValueError(f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}")
+            raise ValueError(
+                f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}"
+            )
         layers = self._layer_range(start_at_layer, stop_at_layer)
         if start_at_layer is None:
             tokens, attention_mask = self._tokens_and_mask(
@@ -177,7 +179,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     ) -> Float[Tensor, "batch d_vocab_out"]:
         """Logits for the token after `start`, ids [batch, pos] or embeddings [batch, pos, d_model].
 
-        As the last position of `forward`; other positions are unembedded only if somebody listens there.
+        As the last position of `forward`; other positions are unembedded only if somebody listens
+        there.
         """
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
@@ -234,7 +237,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         return embedded
 
     def _add_shortformer_positions(self, context: ForwardContext, given: Tensor | None) -> None:
-        """Shortformer (arXiv 2012.15832): positions join queries and keys in every layer instead."""
+        """Shortformer (arXiv 2012.15832): positions join queries and keys in every layer
+        instead."""
         if self.cfg.positional_embedding_type == "shortformer":
             context.shortformer_pos_embed = self._positions(context) if given is None else given
 
@@ -308,7 +312,9 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     ) -> Residual:
         d_model = self.cfg.d_model
         if not isinstance(residual, Tensor) or not residual.is_floating_point():
-            raise ValueError("with start_at_layer the input is a residual stream, a floating tensor")
+            raise ValueError(
+                "with start_at_layer the input is a residual stream, a floating tensor"
+            )
         if residual.ndim != 3 or residual.shape[-1] != d_model:
             raise ValueError(
                 f"the residual stream must be [batch, pos, {d_model}], got {list(residual.shape)}"
@@ -329,9 +335,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         past = self._past_length(cache, layers, batch, n_new)
         mask = self._joined_mask(attention_mask, batch, n_new, past, cache)
         self._check_length(past + n_new, mask)
-        return ForwardContext(
-            batch, n_new, start.device, self.embed.W_E.dtype, past, mask, cache
-        )
+        return ForwardContext(batch, n_new, start.device, self.embed.W_E.dtype, past, mask, cache)
 
     def _past_length(
         self, cache: KeyValueCache | None, layers: range, batch: int, n_new: int
@@ -405,7 +409,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         attention_mask: Tensor | None = None,
         past_kv_cache: KeyValueCache | None = None,
     ) -> tuple[Residual, Int[Tensor, "batch pos"], Tensor | None, Tensor | None]:
-        """What enters the first block: (residual, tokens, shortformer_pos_embed, attention_mask)."""
+        """What enters the first block: (residual, tokens, shortformer_pos_embed,
+        attention_mask)."""
         tokens, mask = self._tokens_and_mask(
             input, prepend_bos, padding_side, attention_mask, past_kv_cache
         )
@@ -430,7 +435,9 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
 
         Takes the arguments of `forward` and of `HookedRootModule.run_with_cache`.
         """
-        out, cache = super().run_with_cache(*model_args, remove_batch_dim=remove_batch_dim, **kwargs)
+        out, cache = super().run_with_cache(
+            *model_args, remove_batch_dim=remove_batch_dim, **kwargs
+        )
         if return_cache_object:
             cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
         return out, cache

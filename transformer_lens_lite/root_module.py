@@ -74,11 +74,11 @@ class HookedRootModule(Component):
     def resolve_names(self, names_filter: NamesFilter = None) -> list[str]:
         """The hook names a filter selects, in registration order, before anything is run.
 
-        A string is a name or a glob (`"blocks.*.hook_resid_post"`). Globs and predicates choose among
-        the points of a blanket capture, and among the optional ones when none of those match.
+        A string is a name or a glob (`"blocks.*.hook_resid_post"`). Globs and predicates choose
+        among the points of a blanket capture, and among the optional ones when none of those match.
 
-        Raises: UnknownHookError (KeyError and ValueError) for a name, glob or predicate that selects
-            nothing, with the nearest names.
+        Raises: UnknownHookError (KeyError and ValueError) for a name, glob or predicate that
+            selects nothing, with the nearest names.
         """
         chosen = set(self._resolve(names_filter))
         return [name for name in self.hook_dict if name in chosen]
@@ -96,7 +96,9 @@ class HookedRootModule(Component):
                 f"no hook point is called {names_filter!r}.{closest(names_filter, self.hook_dict)}"
             )
         if callable(names_filter):
-            return self._matching(names_filter, getattr(names_filter, "__qualname__", "the predicate"))
+            return self._matching(
+                names_filter, getattr(names_filter, "__qualname__", "the predicate")
+            )
         return [name for one in names_filter for name in self._resolve(one)]
 
     def _matching(self, predicate: Callable[[str], bool], shown: str) -> list[str]:
@@ -332,8 +334,8 @@ class HookedRootModule(Component):
     ) -> tuple[Any, Any]:
         """One forward, and a dictionary of its activations by hook name.
 
-        With `incl_bwd` the output must be a scalar; it is differentiated, and gradients are kept under
-        name + "_grad". The other arguments: see `get_caching_hooks`.
+        With `incl_bwd` the output must be a scalar; it is differentiated, and gradients are kept
+        under name + "_grad". The other arguments: see `get_caching_hooks`.
         """
         keep = _Keep({}, device, remove_batch_dim, Slice.unwrap(pos_slice))
         keep.clones = self.edits_are_live()
@@ -360,7 +362,8 @@ class HookedRootModule(Component):
 class _Keep:
     """What caching hooks do with what they see.
 
-    What is cached never changes afterwards: values are cloned, unless `clones` is off because nothing
+    What is cached never changes afterwards: values are cloned, unless `clones` is off because
+        nothing
     is attached to the model that could edit them in place.
     """
 
@@ -389,12 +392,16 @@ class _Keep:
         kept = self.pos_slice.apply(tensor.detach(), dim=hook.pos_axis)
         if self.remove_batch_dim:
             if kept.shape[0] != 1:
-                raise ValueError(f"remove_batch_dim needs a batch of 1, {hook.name} has {kept.shape[0]}")
+                raise ValueError(
+                    f"remove_batch_dim needs a batch of 1, {hook.name} has {kept.shape[0]}"
+                )
             kept = kept[0]
         if self.device is not None:
             kept = kept.to(self.device)
         is_part = kept.numel() < tensor.numel()  # and would keep the whole alive
-        if (self.clones or is_part) and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        if (
+            self.clones or is_part
+        ) and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             kept = kept.clone()
         return kept
 

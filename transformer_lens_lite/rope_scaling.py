@@ -1,7 +1,8 @@
 """How a model stretches rotary positions past the length it was trained on.
 
 Each scheme is a small frozen class with one formula: (base, dim) -> inverse frequencies. The names
-of the fields are the ones a checkpoint's `rope_parameters` uses, so `scaling_from_dict` needs no table.
+of the fields are the ones a checkpoint's `rope_parameters` uses, so `scaling_from_dict` needs no
+table.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ def plain_frequencies(base: float | Tensor, dim: int) -> Float[Tensor, "*row hal
 class RotaryScaling:
     """No scaling, and the interface of the others.
 
-    `varies_with_length`: the frequencies of a row depend on how long it is by the end of the forward.
-    `attention_factor` multiplies cos and sin (and so scores by its square).
+    `varies_with_length`: the frequencies of a row depend on how long it is by the end of the
+    forward. `attention_factor` multiplies cos and sin (and so scores by its square).
     """
 
     rope_type: ClassVar[str] = "default"
@@ -149,7 +150,9 @@ class LongRopeScaling(RotaryScaling):
             return self.fixed_attention_factor
         if self.factor <= 1.0:
             return 1.0
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+        return math.sqrt(
+            1 + math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        )
 
     def inverse_frequencies(self, base, dim, lengths=None):
         short = plain_frequencies(base, dim) / torch.tensor(self.short_factor)
@@ -177,7 +180,8 @@ def scaling_from_dict(parameters: dict[str, Any] | None, rotary_dim: int) -> Rot
     """`{"rope_type": "llama3", "factor": 8.0, …}` -> the frozen object, refusing what it can't use.
 
     Raises:
-        ValueError: unknown `rope_type`, a key this type does not read, or factor lists of a wrong length.
+        ValueError: unknown `rope_type`, a key this type does not read, or factor lists of a wrong
+            length.
     """
     values = dict(parameters or {})
     kind = values.pop("rope_type", "default")
@@ -188,7 +192,9 @@ def scaling_from_dict(parameters: dict[str, Any] | None, rotary_dim: int) -> Rot
     cls = SCALINGS[kind]
     known = {field.name for field in dataclasses.fields(cls)}
     if unread := sorted(set(values) - known):
-        raise ValueError(f"rotary_scaling of type {kind!r} does not use {unread}; it uses {sorted(known)}")
+        raise ValueError(
+            f"rotary_scaling of type {kind!r} does not use {unread}; it uses {sorted(known)}"
+        )
     for name in ("short_factor", "long_factor"):
         if name in known:
             values[name] = tuple(float(x) for x in values.get(name) or ())

@@ -54,7 +54,8 @@ class TextMethods(StackedWeights):
     def to_str_tokens(
         self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None
     ) -> list[str] | list[list[str]]:
-        """The text of each token of a text, or of token ids [pos]; a list of lists for several texts."""
+        """The text of each token of a text, or of token ids [pos]; a list of lists for several
+        texts."""
         return self._text().to_str_tokens(input, prepend_bos, padding_side)
 
     def to_single_token(self, string: str) -> int:
@@ -73,11 +74,13 @@ class TextMethods(StackedWeights):
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
     ) -> int:
-        """Where a token occurs "first" or "last" in a text or in tokens. AssertionError when it doesn't."""
+        """Where a token occurs "first" or "last" in a text or in tokens. AssertionError when it
+        doesn't."""
         return self._text().get_token_position(single_token, input, mode, prepend_bos, padding_side)
 
     def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*batch d_model"]:
-        """Columns of W_U: what the final residual stream is dotted with to give these tokens' logits.
+        """Columns of W_U: what the final residual stream is dotted with to give these tokens'
+        logits.
 
         `tokens` is a single-token text, an int, or a tensor [], [pos] or [batch, pos].
         """
@@ -88,7 +91,8 @@ class TextMethods(StackedWeights):
         return directions[0] if ids.ndim == 1 and ids.numel() == 1 else directions
 
     def _text(self) -> Tokens:
-        """The rule about BOS and n_ctx as the config has them now: both may be assigned at run time."""
+        """The rule about BOS and n_ctx as the config has them now: both may be assigned at run
+        time."""
         self.text.default_prepend_bos = self.cfg.default_prepend_bos
         self.text.n_ctx = self.cfg.n_ctx
         return self.text

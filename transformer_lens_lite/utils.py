@@ -15,8 +15,8 @@ SliceInput = Any
 class Slice:
     """An index along one axis, written in any of the usual ways.
 
-    `Slice(None)` is everything, `Slice(3)` one entry (the axis goes), `Slice((1, 5))` a range, `Slice([0, 2])`
-    a selection. `mode` is "identity", "int", "slice" or "array".
+    `Slice(None)` is everything, `Slice(3)` one entry (the axis goes), `Slice((1, 5))` a range,
+    `Slice([0, 2])` a selection. `mode` is "identity", "int", "slice" or "array".
     """
 
     def __init__(self, input_slice: SliceInput = None) -> None:
@@ -38,7 +38,8 @@ class Slice:
 
     @classmethod
     def unwrap(cls, slice_input: "Slice | SliceInput") -> "Slice":
-        """A Slice from a Slice or its input; an int becomes a list of one, so that the axis stays."""
+        """A Slice from a Slice or its input; an int becomes a list of one, so that the axis
+        stays."""
         if isinstance(slice_input, Slice):
             return slice_input
         if isinstance(slice_input, int) and not isinstance(slice_input, bool):
@@ -88,18 +89,16 @@ IN_MLP = {"pre", "post", "mid", "pre_linear"}
 COMPACT_NAME = re.compile(r"([a-z]+)(\d+)([a-z]?.*)")
 
 
-def get_act_name(
-    name: str, layer: int | str | None = None, layer_type: str | None = None
-) -> str:
+def get_act_name(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
     """The full hook name behind a short one.
 
-        get_act_name("k", 6, "a")          blocks.6.attn.hook_k
-        get_act_name("pre", 2)             blocks.2.mlp.hook_pre
-        get_act_name("resid_post", 4)      blocks.4.hook_resid_post
-        get_act_name("embed")              hook_embed
-        get_act_name("normalized", 27, "ln2")   blocks.27.ln2.hook_normalized
-        get_act_name("scale4ln1")          blocks.4.ln1.hook_scale
-        get_act_name("normalized")         ln_final.hook_normalized
+    get_act_name("k", 6, "a")          blocks.6.attn.hook_k
+    get_act_name("pre", 2)             blocks.2.mlp.hook_pre
+    get_act_name("resid_post", 4)      blocks.4.hook_resid_post
+    get_act_name("embed")              hook_embed
+    get_act_name("normalized", 27, "ln2")   blocks.27.ln2.hook_normalized
+    get_act_name("scale4ln1")          blocks.4.ln1.hook_scale
+    get_act_name("normalized")         ln_final.hook_normalized
     """
     if layer is None and layer_type is None and ("." in name or name.startswith("hook_")):
         return name
@@ -119,7 +118,7 @@ def get_act_name(
     return ".".join([*place, f"hook_{name}"])
 
 
-# --- loss and accuracy ------------------------------------------------------------------------------
+# --- loss and accuracy ----------------------------------------------------------------------------
 
 
 def lm_cross_entropy_loss(
@@ -135,9 +134,9 @@ def lm_cross_entropy_loss(
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     targets = tokens[:, 1:].to(logits.device)
-    losses = F.cross_entropy(
-        wide[:, :-1].flatten(0, 1), targets.flatten(), reduction="none"
-    ).view(targets.shape)
+    losses = F.cross_entropy(wide[:, :-1].flatten(0, 1), targets.flatten(), reduction="none").view(
+        targets.shape
+    )
     if attention_mask is None:
         return losses if per_token else losses.mean()
     valid = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool().to(losses.device)

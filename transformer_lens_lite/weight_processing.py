@@ -200,8 +200,7 @@ class FoldLayerNorm(Step):
         if b is None:  # an RMSNorm
             w = w + cfg.norm_weight_offset
         for matrix, bias in readers(cfg, norm):
-            # a gate's bias is missing only where there is nothing to add to it: see `changes`
-            if b is not None and bias in weights:
+            if b is not None and bool(b.any()):  # else a gate may have no bias to add to
                 weights[bias] = weights[bias] + b @ weights[matrix]
             weights[matrix] = folded(w, weights[matrix], sums_to_zero=b is not None)
 

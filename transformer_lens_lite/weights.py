@@ -8,8 +8,9 @@ from transformer_lens_lite.root_module import HookedRootModule
 
 
 class StackedWeights(HookedRootModule):
-    """Read access to a model's weights. Per-layer ones are stacked anew on every access, so editing the
-    result never changes the model; grouped keys and values are repeated for every query head."""
+    """Read access to a model's weights. Per-layer ones are stacked anew on every access, so editing
+    the result never changes the model; grouped keys and values are repeated for every query
+    head."""
 
     def _stacked(self, path: str) -> Tensor:
         module_name, name = path.split(".")
@@ -113,7 +114,8 @@ class StackedWeights(HookedRootModule):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """The sum of output biases of the layers before `layer` (and of its attention, for `mlp_input`)."""
+        """The sum of output biases of the layers before `layer` (and of its attention, for
+        `mlp_input`)."""
         total = torch.zeros(self.cfg.d_model, dtype=self.W_E.dtype, device=self.W_E.device)
         for block in list(self.blocks)[:layer]:
             total = total + block.attn.b_O

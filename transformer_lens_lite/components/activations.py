@@ -31,7 +31,8 @@ def quick_gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
 
 
 class XIELU(nn.Module):
-    """xIELU (arXiv 2411.13010): a quadratic right of zero and an integrated ELU left of it, trained slopes.
+    """xIELU (arXiv 2411.13010): a quadratic right of zero and an integrated ELU left of it, trained
+    slopes.
 
     `alpha_p`, `alpha_n` [1] are kept before the softplus that makes them positive.
     """

@@ -1,4 +1,5 @@
-"""Multi-head attention (arXiv 1706.03762) with one, several or a single key-value head per group."""
+"""Multi-head attention (arXiv 1706.03762) with one, several or a single key-value head per
+group."""
 
 from typing import Any
 
@@ -102,7 +103,8 @@ class Attention(Component):
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
         context: ForwardContext,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds to the stream. Inputs have a head axis when they were split by head."""
+        """What attention adds to the stream. Inputs have a head axis when they were split by
+        head."""
         q, k, v = self.projected(query_input, key_input, value_input)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -121,7 +123,8 @@ class Attention(Component):
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
     ) -> tuple[PerHead, PerKeyHead, PerKeyHead]:
-        """Queries, keys and values of the new positions; by one product where their weights adjoin."""
+        """Queries, keys and values of the new positions; by one product where their weights
+        adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
             joined = self.joined.of(
                 [self._parameters[name] for name in self.W_names],
@@ -135,8 +138,8 @@ class Attention(Component):
         return q, *self.keys_and_values(key_input, value_input)
 
     def may_join(self) -> bool:
-        """One product has no gradients for three parameters, and its parts share one memory: whoever
-        keeps the queries should not keep the rest with them."""
+        """One product has no gradients for three parameters, and its parts share one memory:
+        whoever keeps the queries should not keep the rest with them."""
         return not (
             torch.is_grad_enabled()
             or self.hook_q.listened
@@ -193,9 +196,13 @@ class Attention(Component):
         """One kernel for scores, softmax and the weighted sum."""
         bias = None if mask.is_causal else mask.bias
         if mask.dead is not None and bias is not None:
-            bias = bias.masked_fill(mask.dead, 0.0)  # a row of -inf would be NaN, forward or backward
+            bias = bias.masked_fill(
+                mask.dead, 0.0
+            )  # a row of -inf would be NaN, forward or backward
         if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
-            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # one query: heads are its rows
+            grouped = q.reshape(
+                q.shape[0], k.shape[1], -1, q.shape[3]
+            )  # one query: heads are its rows
             z = F.scaled_dot_product_attention(grouped, k, v, scale=self.spec.scale).view(q.shape)
         else:
             z = F.scaled_dot_product_attention(
@@ -239,7 +246,8 @@ class Attention(Component):
     def softmax(
         self, scores: Float[Tensor, "batch head pos key_pos"]
     ) -> Float[Tensor, "batch head pos key_pos"]:
-        """Over keys, in fp32 at least; with sinks, each head has one more logit that gets weight."""
+        """Over keys, in fp32 at least; with sinks, each head has one more logit that gets
+        weight."""
         wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
         if not self.spec.sinks:
             return scores.softmax(-1, dtype=wide)
@@ -250,8 +258,8 @@ class Attention(Component):
 class GroupedQueryAttention(Attention):
     """Attention whose key and value heads serve several query heads each (arXiv 2305.13245).
 
-    The parameters are `_W_K`, `_W_V` [kv_head, d_model, d_head] and `_b_K`, `_b_V`; `W_K` and the others
-    repeat each of them for its query heads, as fresh tensors.
+    The parameters are `_W_K`, `_W_V` [kv_head, d_model, d_head] and `_b_K`, `_b_V`; `W_K` and the
+    others repeat each of them for its query heads, as fresh tensors.
     """
 
     prefix = "_"
@@ -275,7 +283,9 @@ class GroupedQueryAttention(Attention):
     def may_join(self) -> bool:
         return super().may_join() and not self.cfg.ungroup_grouped_query_attention
 
-    def _per_query_head(self, weight: Float[Tensor, "kv_head *rest"]) -> Float[Tensor, "head *rest"]:
+    def _per_query_head(
+        self, weight: Float[Tensor, "kv_head *rest"]
+    ) -> Float[Tensor, "head *rest"]:
         return weight.repeat_interleave(self.spec.n_heads // self.spec.n_kv_heads, dim=0)
 
     def keys_and_values(
@@ -347,6 +357,8 @@ def ungrouped(
     return parted.reshape(batch, heads, pos, inner)
 
 
-def concatenated(parts: list[Float[Tensor, "batch head pos _"]]) -> Float[Tensor, "batch head pos key_pos"]:
+def concatenated(
+    parts: list[Float[Tensor, "batch head pos _"]],
+) -> Float[Tensor, "batch head pos key_pos"]:
     """Parts along the key axis, joined; a single part is itself."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

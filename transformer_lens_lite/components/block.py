@@ -23,8 +23,8 @@ class TransformerBlock(Component):
                     └ ln2 mlp ──+           resid_post ────────────────────┘
         resid_post ─────────────┘
 
-    `hook_attn_out` and `hook_mlp_out` are what is added, after any norm or scale behind the sublayer, so
-    resid_pre + attn_out = resid_mid and resid_mid + mlp_out = resid_post hold exactly.
+    `hook_attn_out` and `hook_mlp_out` are what is added, after any norm or scale behind the
+    sublayer, so resid_pre + attn_out = resid_mid and resid_mid + mlp_out = resid_post hold exactly.
     """
 
     def __init__(self, cfg: HookedTransformerConfig, spec: BlockSpec) -> None:
@@ -83,15 +83,13 @@ class TransformerBlock(Component):
     def attention_inputs(
         self, x: Residual, norm: nn.Module, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The normalised stream, three times; split by head when somebody listens to the split inputs."""
-        if any(
-            point.listened
-            for point in (
-                self.hook_attn_in,
-                self.hook_q_input,
-                self.hook_k_input,
-                self.hook_v_input,
-            )
+        """The normalised stream, three times; split by head when somebody listens to the split
+        inputs."""
+        if (
+            self.hook_attn_in.listened
+            or self.hook_q_input.listened
+            or self.hook_k_input.listened
+            or self.hook_v_input.listened
         ):
             q_in, k_in, v_in = (norm(part) for part in self.split_inputs(x))
         else:
@@ -133,7 +131,8 @@ class TransformerBlock(Component):
 
 
 class PostNormBlock(TransformerBlock):
-    """A block whose norms stand only behind its sublayers: x + ln1(attn(x)), then x + ln2(mlp(x))."""
+    """A block whose norms stand only behind its sublayers: x + ln1(attn(x)), then x +
+    ln2(mlp(x))."""
 
     def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
         return self.ln1(self.attn(*self.attention_inputs(x, Absent(), context), context))

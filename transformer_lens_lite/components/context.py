@@ -1,7 +1,7 @@
 """What one forward pass shares between its layers: positions, masks and the key-value cache.
 
-It travels beside the residual stream, so that no layer works out again what another already has, and
-no method needs ten parameters.
+It travels beside the residual stream, so that no layer works out again what another already has,
+and no method needs ten parameters.
 """
 
 import math
@@ -22,8 +22,9 @@ T = TypeVar("T")
 class Mask(NamedTuple):
     """Who may look at whom, in the forms attention wants.
 
-    `is_causal`: the plain lower triangle, needing no tensor on the fused path. `bias`: added to scores,
-    -inf where hidden. `dead`: queries that see nothing at all (padding); their pattern is zero.
+    `is_causal`: the plain lower triangle, needing no tensor on the fused path. `bias`: added to
+    scores, -inf where hidden. `dead`: queries that see nothing at all (padding); their pattern is
+    zero.
     """
 
     is_causal: bool

@@ -15,7 +15,8 @@ from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
 
 class Embed(Component):
-    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with `post_embedding_ln`."""
+    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with
+    `post_embedding_ln`."""
 
     def __init__(self, cfg: HookedTransformerConfig) -> None:
         super().__init__()
@@ -25,7 +26,8 @@ class Embed(Component):
         self.ln = build_norm(cfg.norm_spec(kind="LN")) if cfg.post_embedding_ln else Absent()
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """Rows of `W_E`. ValueError naming the id when one is not in the vocabulary (on the CPU)."""
+        """Rows of `W_E`. ValueError naming the id when one is not in the vocabulary (on the
+        CPU)."""
         try:
             embedded = torch.embedding(self.W_E, tokens)
         except IndexError:

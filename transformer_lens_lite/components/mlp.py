@@ -15,7 +15,8 @@ from transformer_lens_lite.hooks import Component, HookPoint
 class MLP(Component):
     """Widen, bend, narrow: `W_in` [d_model, d_mlp], `b_in`, `W_out` [d_mlp, d_model], `b_out`.
 
-    With a "*_ln" activation a LayerNorm `ln` follows the nonlinearity, and `hook_mid` lies between them.
+    With a "*_ln" activation a LayerNorm `ln` follows the nonlinearity, and `hook_mid` lies between
+    them.
     """
 
     def __init__(self, cfg: HookedTransformerConfig, spec: MLPSpec) -> None:
@@ -49,9 +50,9 @@ class MLP(Component):
 class GatedMLP(MLP):
     """An MLP with a gate (arXiv 2002.05202): act(x W_gate) * (x W_in) + b_in, then `W_out`.
 
-    `hook_pre` is the gate before its activation, `hook_pre_linear` the other branch. `b_in` comes after
-    the product, as it always has in this class; biases of the two projections themselves, where a
-    checkpoint has them, are `b_gate` and `b_up`.
+    `hook_pre` is the gate before its activation, `hook_pre_linear` the other branch. `b_in` comes
+    after the product, as it always has in this class; biases of the two projections themselves,
+    where a checkpoint has them, are `b_gate` and `b_up`.
     """
 
     def __init__(self, cfg: HookedTransformerConfig, spec: MLPSpec) -> None:

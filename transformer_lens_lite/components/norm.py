@@ -17,9 +17,9 @@ def widened(x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
 class Norm(Component):
     """x -> normalized(x) * w + b, with two places to listen.
 
-    `hook_scale` [..., 1] is the root of the mean square (plus eps) that x, centred for LayerNorm, is
-    divided by; `hook_normalized` [..., width] is the quotient, before weight and bias. Both are fp32
-    in half-precision models. Nobody listening: one fused kernel.
+    `hook_scale` [..., 1] is the root of the mean square (plus eps) that x, centred for LayerNorm,
+    is divided by; `hook_normalized` [..., width] is the quotient, before weight and bias. Both are
+    fp32 in half-precision models. Nobody listening: one fused kernel.
     """
 
     centred = False
@@ -100,7 +100,8 @@ class RMSNorm(RMSNormPre):
 
 
 class FullWidthRMSNorm(RMSNorm):
-    """One norm over all heads together: [batch, pos, head, d_head] as one long vector, `w` [head * d_head]."""
+    """One norm over all heads together: [batch, pos, head, d_head] as one long vector, `w` [head *
+    d_head]."""
 
     def forward(
         self, x: Float[Tensor, "batch pos head d_head"]

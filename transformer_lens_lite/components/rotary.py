@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): angles for positions, and the turn itself."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): angles for positions, and the turn
+itself."""
 
 from functools import lru_cache
 

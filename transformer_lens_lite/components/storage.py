@@ -1,8 +1,9 @@
 """Parameters in the shape the reader wants, over memory in the shape matrix multiplication wants.
 
-A contiguous `W_Q[head, d_model, d_head]` would be copied into a matrix by every product with it, a copy
-of the whole weight per step. So the memory is a matrix, `[(head d_head), d_model]`, and `W_Q` a strided
-view of it. The functions below undo the view; for any layout a checkpoint has they are views themselves.
+A contiguous `W_Q[head, d_model, d_head]` would be copied into a matrix by every product with it, a
+copy of the whole weight per step. So the memory is a matrix, `[(head d_head), d_model]`, and `W_Q`
+a strided view of it. The functions below undo the view; for any layout a checkpoint has they are
+views themselves.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 def in_projections(
     n_heads: tuple[int, ...], d_model: int, d_head: int, **kwargs
 ) -> list[nn.Parameter]:
-    """Uninitialised [head, d_model, d_head] weights over adjacent rows of one [(head d_head), d_model]."""
+    """Uninitialised [head, d_model, d_head] weights over adjacent rows of one [(head d_head),
+    d_model]."""
     matrix = torch.empty(sum(n_heads) * d_head, d_model, **kwargs)
     heads = matrix.view(-1, d_head, d_model).transpose(1, 2)
     return [nn.Parameter(part) for part in heads.split(n_heads)]
@@ -28,12 +30,14 @@ def out_projection(n_heads: int, d_head: int, d_model: int, **kwargs) -> nn.Para
 
 
 def transposed(d_in: int, d_out: int, **kwargs) -> nn.Parameter:
-    """An uninitialised [d_in, d_out] over memory [d_out, d_in], as torch's linear layers keep it."""
+    """An uninitialised [d_in, d_out] over memory [d_out, d_in], as torch's linear layers keep
+    it."""
     return nn.Parameter(torch.empty(d_out, d_in, **kwargs).T)
 
 
 def in_matrix(weight: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head_d_head d_model"]:
-    """The matrix `F.linear` takes to project d_model onto all heads: a view, for every layout we load."""
+    """The matrix `F.linear` takes to project d_model onto all heads: a view, for every layout we
+    load."""
     return weight.mT.reshape(-1, weight.shape[1])
 
 
@@ -55,7 +59,8 @@ def matmul_ready(
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that follow each other in one memory, as one along the first axis; None where they do not."""
+    """Tensors that follow each other in one memory, as one along the first axis; None where they do
+    not."""
     first, storage = parts[0], parts[0].untyped_storage().data_ptr()
     stride, start, rows = first.stride(), first.storage_offset(), 0
     for part in parts:
@@ -72,7 +77,8 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
 class JoinedProjection:
     """One matrix and bias for several projections whose parameters adjoin in memory.
 
-    Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product serves
+    Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product
+        serves
     all three. The views are remembered for as long as the parameters stay where they are; copies
     of a model make their own.
     """

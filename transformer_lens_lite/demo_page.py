@@ -1,0 +1,189 @@
+"""The demo as one self-contained HTML page: no network, no scripts from elsewhere."""
+
+import html
+import json
+from string import Template
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from transformer_lens_lite.demo import Demo, HeadScores, LensRow, PrefixReuse
+
+PAGE = Template(
+    """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --ink: #1c2530; --soft: #5d6a78; --paper: #fcfcfa; --line:
+#d9dee3;
+  --mark: 16, 92, 168; --warm: 196, 100, 10; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6ebf0; --soft: #9aa7b4; --paper: #14191f; --line: #313a44; --mark: 104, 176, 255;
+    --warm: 255, 176, 84; } }
+body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 60rem; margin: 2.5rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .4rem; }
+p, caption { color: var(--soft); margin: .2rem 0 .8rem; text-align: left; }
+code, .token { font-family: ui-monospace, monospace; font-size: .88em; }
+.prompt { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: .5rem; }
+.new { background: rgba(var(--warm), .22); border-radius: .25rem; }
+table { border-collapse: collapse; font-size: .9rem; }
+th { font-weight: 600; text-align: left; } td, th { padding: .25rem .6rem; border-bottom: 1px solid
+var(--line); } td.cell { text-align: center; min-width: 3.2rem; }
+.scroll { overflow-x: auto; }
+.grid { display: grid; gap: 1px; width: max-content; }
+.grid div { width: .95rem; height: .95rem; } .grid .label { width: auto; text-align: right;
+  padding-right: .5rem; font: .72rem/.95rem ui-monospace, monospace; white-space: pre; }
+select { font: inherit; padding: .15rem .4rem; }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .35rem .8rem;
+max-width: 36rem; } .bar { background: rgba(var(--mark), .75); border-radius: .2rem; height: 1.1rem;
+align-self: center; } </style>
+</head>
+<body>
+<h1>$title</h1>
+<p>$about</p>
+<div class="prompt token">$continuation</div>
+$sections
+<p>Written by <code>python -m transformer_lens_lite</code>. Every number was computed for this
+page.</p> <script>
+const data = $data;
+function draw(box, tokens, pattern) {
+  box.replaceChildren();
+  box.style.gridTemplateColumns = `max-content repeat($${tokens.length}, .95rem)`;
+  pattern.forEach((row, i) => {
+    const label = document.createElement("div");
+    label.className = "label"; label.textContent = tokens[i]; box.append(label);
+    row.forEach((weight, j) => {
+      const cell = document.createElement("div");
+      cell.style.background = j > i ? "transparent" : `rgba(var(--mark), $${0.06 + 0.94 * weight /
+      100})`; cell.title = `$${tokens[i]} → $${tokens[j]}: $${weight} %`; box.append(cell);
+    });
+  });
+}
+for (const box of document.querySelectorAll("[data-pattern]")) {
+  const shown = data[box.dataset.pattern];
+  const choice = document.getElementById("choose-" + box.dataset.pattern);
+  const redraw = () => draw(box, shown.tokens, shown.patterns[choice ? choice.value :
+  Object.keys(shown.patterns)[0]]); if (choice) choice.addEventListener("change", redraw);
+  redraw();
+}
+</script>
+</body>
+</html>
+"""
+)
+
+
+def html_page(demo: Demo) -> str:
+    """The whole page."""
+    cfg = demo.model.cfg
+    sections = [lens_section(demo.lens), prompt_section(demo)]
+    data: dict[str, Any] = {"prompt": {"tokens": demo.tokens, "patterns": all_patterns(demo)}}
+    if demo.heads is not None:
+        sections.append(heads_section(demo.heads))
+        label = demo.heads.strongest(1)[0][0]
+        data["repeated"] = {
+            "tokens": demo.heads.tokens,
+            "patterns": {label: percent(demo.heads.pattern)},
+        }
+    sections.append(reuse_section(demo.reuse))
+    new = demo.continuation.removeprefix(demo.prompt)
+    return PAGE.substitute(
+        title=html.escape(f"Inside {cfg.model_name}"),
+        about=f"{cfg.n_layers} layers, {cfg.n_heads} heads, d_model {cfg.d_model}, "
+        f"{demo.model.n_params_total:,} parameters; {len(demo.cache)} named activations.",
+        continuation=f'{html.escape(demo.prompt)}<span class="new">{html.escape(new)}</span>',
+        sections="\n".join(sections),
+        data=json.dumps(data).replace("</", "<\\\\/"),
+    )
+
+
+def percent(pattern: Float[Tensor, "pos pos"]) -> list[list[int]]:
+    """A pattern in whole percents, small enough to put into a page."""
+    return (pattern.float() * 100).round().int().tolist()
+
+
+def all_patterns(demo: Demo) -> dict[str, list[list[int]]]:
+    """Every head's pattern on the prompt, by label."""
+    cfg = demo.model.cfg
+    return {
+        f"L{layer}H{head}": percent(demo.cache["pattern", layer][0, head])
+        for layer in range(cfg.n_layers)
+        for head in range(cfg.n_heads)
+    }
+
+
+def shaded(value: float, text: str, colour: str = "mark") -> str:
+    """A table cell whose background says how large a value between 0 and 1 is."""
+    return f'<td class="cell" style="background: rgba(var(--{colour}), {0.75 * value:.2f})">{text}</td>'
+
+
+def lens_section(rows: list[LensRow]) -> str:
+    """The logit lens."""
+    body = []
+    for row in rows:
+        cells = [
+            shaded(p, f"{html.escape(text)} <small>{p:.0%}</small>") for text, p in row.guesses
+        ]
+        last = shaded(row.final_probability, f"{row.final_probability:.1%}", "warm")
+        body.append(f"<tr><th scope=row>{row.depth}</th>{''.join(cells)}{last}</tr>")
+    final = html.escape(rows[-1].guesses[0][0])
+    return (
+        "<h2>Logit lens</h2><p>What the residual stream would predict after each layer, at the last "
+        f"position. The last column is the probability of the final answer, “{final}”.</p>"
+        "<div class=scroll><table><tr><th>after<th colspan=3>likeliest tokens"
+        f"<th>{final}</tr>{''.join(body)}</table></div>"
+    )
+
+
+def prompt_section(demo: Demo) -> str:
+    """Any head's pattern on the prompt."""
+    options = "".join(f"<option>{label}</option>" for label in demo.model.all_head_labels())
+    return (
+        "<h2>Attention on the prompt</h2><p><label>Head <select id=choose-prompt>"
+        f"{options}</select></label> Rows attend to columns; hover for the numbers.</p>"
+        '<div class=scroll><div class=grid data-pattern="prompt" role="img" '
+        'aria-label="Attention pattern of the chosen head on the prompt"></div></div>'
+    )
+
+
+def heads_section(heads: HeadScores) -> str:
+    """Induction scores of all heads, and the strongest head's pattern."""
+    header = "".join(f"<th>H{head}" for head in range(heads.induction.shape[1]))
+    body = "".join(
+        f"<tr><th scope=row>layer {layer}</th>"
+        + "".join(shaded(score, f"{score:.2f}") for score in row)
+        + "</tr>"
+        for layer, row in enumerate(heads.induction.tolist())
+    )
+    label, score, _ = heads.strongest(1)[0]
+    return (
+        "<h2>Induction heads</h2><p>On a random sequence said twice, how much each head attends to the "
+        "token that followed last time.</p>"
+        f"<div class=scroll><table><tr><th>{header}</tr>{body}</table></div>"
+        f"<p>The strongest is {label}, at {score:.2f}. Its stripe in the second half is induction:</p>"
+        '<div class=scroll><div class=grid data-pattern="repeated" role="img" '
+        f'aria-label="Attention pattern of {label} on the repeated sequence: a diagonal stripe"></div></div>'
+    )
+
+
+def reuse_section(reuse: PrefixReuse) -> str:
+    """How much a frozen prefix saves."""
+    slowest = max(reuse.seconds_full, reuse.seconds_frozen)
+    bars = "".join(
+        f'<span>{name}</span><span class="bar" style="width: {100 * seconds / slowest:.1f}%"></span>'
+        f"<span>{seconds * 1e3:.1f} ms</span>"
+        for name, seconds in (
+            ("from scratch", reuse.seconds_full),
+            ("frozen prefix", reuse.seconds_frozen),
+        )
+    )
+    return (
+        f"<h2>One prefix, {len(reuse.suffixes)} continuations</h2><p>The keys and values of "
+        f"{reuse.prefix_length} tokens, computed once, frozen and shared: {reuse.speed_up:.1f} times "
+        f"faster, with logits equal to {reuse.difference:.0e}.</p><div class=bars>{bars}</div>"
+    )
