@@ -82,7 +82,7 @@ def tokens(batch: int = 1, length: int = 9, seed: int = 1, d_vocab: int = 61) ->
 def ragged(
     lengths: list[int], side: str = "left", seed: int = 2
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Rows of these lengths, and the same padded: (rows [1, length], ids, mask). The pad is id 0."""
+    """Rows of these lengths, and the same padded: (rows [1, length], ids, mask); the pad is 0."""
     rows = [tokens(1, length, seed + i) for i, length in enumerate(lengths)]
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""generate and generate_stream: cached = uncached, batched = one by one, and Hugging Face's numbers."""
+"""generate, generate_stream: cached = uncached, batched = one by one, Hugging Face's numbers."""
 
 import sys
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def refuse_to_run(model: HookedTransformer) -> None:
     model.add_hook("hook_embed", fail)
 
 
-# --- the cache changes nothing ----------------------------------------------------------------------
+# --- the cache changes nothing --------------------------------------------------------------------
 
 
 @KINDS
@@ -109,7 +109,7 @@ def test_every_step_is_the_argmax_of_the_whole_sequence() -> None:
         assert torch.equal(model(out)[:, 5:-1].argmax(-1), out[:, 6:])
 
 
-# --- batches ----------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @KINDS
@@ -155,7 +155,7 @@ def test_prompts_that_end_in_padding_are_refused() -> None:
         model.generate(torch.randn(2, 7, 24), 3, attention_mask=mask, **GREEDY)
 
 
-# --- the end of a row -------------------------------------------------------------------------------
+# --- the end of a row -----------------------------------------------------------------------------
 
 
 def test_report_058_after_its_eos_a_row_is_padded_and_others_go_on() -> None:
@@ -256,7 +256,7 @@ def test_stop_strings_of_several_byte_characters() -> None:
     assert out[0, -4:].tolist() == [euro[0], *euro]
 
 
-# --- Hugging Face -----------------------------------------------------------------------------------
+# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
@@ -278,8 +278,14 @@ def test_report_006_forty_greedy_tokens_are_hugging_faces(name: str) -> None:
 def test_report_060_sampling_sees_what_hugging_faces_processors_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     hf = tiny.build("llama_gqa")
     model = HookedTransformer.from_pretrained_no_processing(hf_model=hf, device="cpu")
@@ -323,7 +329,7 @@ def test_a_frequency_penalty_counts_prompt_and_new_tokens_but_no_padding() -> No
         assert torch.equal(out[i : i + 1, -alone.shape[1] :], alone)
 
 
-# --- randomness -------------------------------------------------------------------------------------
+# --- randomness -----------------------------------------------------------------------------------
 
 
 def test_report_070_same_seed_same_tokens_whenever_others_end() -> None:
@@ -352,7 +358,7 @@ def test_the_default_samples_and_temperature_zero_does_not() -> None:
     assert not torch.equal(model.generate(ids, 8, stop_at_eos=False), greedy)
 
 
-# --- prefixes ---------------------------------------------------------------------------------------
+# --- prefixes -------------------------------------------------------------------------------------
 
 
 @KINDS
@@ -443,7 +449,7 @@ def test_a_prefix_that_does_not_fit_is_refused_before_anything_is_run(use_cache:
     assert small.length == 0
 
 
-# --- hooks ------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 @KINDS
@@ -524,15 +530,34 @@ def test_a_raising_hook_leaves_no_hooks_and_the_cache_as_it_was() -> None:
     assert torch.equal(rest, plain[:, 6:])
 
 
-def test_nothing_of_a_generation_requires_grad() -> None:
-    model = build()
-    out = model.generate(loud.tokens(1, 4), 3, return_type="embeds", output_logits=True, **GREEDY)
-    assert not out.sequences.requires_grad
-    assert not any(logits.requires_grad for logits in out.logits)
+@pytest.mark.parametrize("listened", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_comes_out_is_an_ordinary_tensor_without_a_graph(listened: bool, cached: bool) -> None:
+    model, ids, seen = build(), loud.tokens(1, 4), []
+    if listened:
+        model.add_hook("blocks.1.hook_resid_pre", lambda x, hook: seen.append(x))
+    how: dict[str, Any] = {"use_past_kv_cache": cached, **GREEDY}
+    for return_type in ("embeds", "tokens"):
+        out = model.generate(ids, 3, return_type=return_type, output_logits=True, **how)
+        seen += [out.sequences, *out.logits]
+    seen += model.generate_stream(ids, 3, max_tokens_per_yield=1, **how)
+    assert not any(tensor.is_inference() or tensor.requires_grad for tensor in seen)
     assert torch.is_grad_enabled()
 
 
-# --- embeddings, return types -----------------------------------------------------------------------
+@KINDS
+def test_training_works_after_generating(kind: str) -> None:
+    base = {"rotary_base": 777.0} if "rotary" in kind else {}  # of angles nobody has asked for yet
+    model, ids = build(kind, **base), loud.tokens(2, 6)
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    model.generate(ids, 3, **GREEDY)
+    model.generate(ids, 3, past_kv_cache=cache, **GREEDY)
+    model(ids, return_type="loss").backward()
+    model(ids, return_type="loss", past_kv_cache=cache).backward()
+    assert model.blocks[2].attn.W_O.grad is not None
+
+
+# --- embeddings, return types ---------------------------------------------------------------------
 
 
 @KINDS
@@ -616,7 +641,7 @@ def test_the_default_prompt_is_bos_alone_and_zero_new_tokens_is_the_prompt() -> 
     assert [chunk.tolist() for chunk in model.generate_stream(ids, 0, **GREEDY)] == [ids.tolist()]
 
 
-# --- streaming --------------------------------------------------------------------------------------
+# --- streaming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_least", [1, 3, 8, 100])
@@ -698,7 +723,7 @@ def test_streamed_text_never_shows_half_a_character() -> None:
     assert [chunk for chunk in chunks[:-1] if chunk] == ["a", "é", "€", "!"]
 
 
-# --- arguments --------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -759,7 +784,7 @@ def test_the_last_position_may_be_used_and_padding_takes_no_room() -> None:
         assert build(kind, n_ctx=12).generate(loud.tokens(1, 5), 9, **GREEDY).shape == (1, 14)
 
 
-# --- the progress bar -------------------------------------------------------------------------------
+# --- the progress bar -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

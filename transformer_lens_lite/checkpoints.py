@@ -166,7 +166,7 @@ class CheckpointMethods:
         # copied, so that the model never shares memory with the caller's dictionary
         self._process({n: t.clone() for n, t in self._completed(state_dict).items()}, flags)
 
-    def _process(self, state: dict[str, Tensor], flags: dict[str, bool]) -> None:
+    def _process(self, state: dict[str, Tensor], flags: dict[str, Any]) -> None:
         from transformer_lens_lite.weight_processing import process_weights
 
         cfg, processed = process_weights(self.cfg, state, **flags)
@@ -180,7 +180,8 @@ class CheckpointMethods:
             raise ValueError(f"the state dict lacks {matrices[:3]}")
         if missing:
             warnings.warn(
-                f"the state dict lacks {sorted(missing)[:3]}, {len(missing)} in all; the model's own "
+                f"the state dict lacks {sorted(missing)[:3]}, {len(missing)} in all; the "
+                "model's own "
                 "values are kept there",
                 stacklevel=4,
             )

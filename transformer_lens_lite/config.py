@@ -18,7 +18,8 @@ import torch
 from transformer_lens_lite.rope_scaling import RotaryScaling, scaling_from_dict
 
 ACTIVATIONS = (
-    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh", "xielu",
+    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh", "
+    ""xielu",
     "relu2", "quick_gelu",
 )  # fmt: skip
 NORMALIZATIONS = ("LN", "LNPre", "RMS", "RMSPre", None)
@@ -28,9 +29,15 @@ INIT_MODES = (
 )  # fmt: skip
 NORM_PLACES = ("pre", "post", "both")
 DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float64": torch.float64, "fp64": torch.float64,
-}  # fmt: skip
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
 
 
 def closest(name: str, known: Iterable[str], n: int = 3) -> str:
@@ -278,7 +285,8 @@ class HookedTransformerConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:
             raise AttributeError(
-                f"{type(self).__name__} has no field {name!r}.{closest(name, self.__dataclass_fields__)}"
+                f"{type(self).__name__} has no field "
+                f"{name!r}.{closest(name, self.__dataclass_fields__)}"
             )
         object.__setattr__(self, name, value)
 
@@ -309,7 +317,8 @@ class HookedTransformerConfig:
         if self.n_heads == -1:
             if self.d_model % self.d_head:
                 raise ValueError(
-                    f"n_heads is not given and d_model={self.d_model} is not divisible by d_head={self.d_head}"
+                    f"n_heads is not given and d_model={self.d_model} is not divisible by "
+                    f"d_head={self.d_head}"
                 )
             self.n_heads = self.d_model // self.d_head
         if self.d_mlp is None and not self.attn_only:
@@ -373,7 +382,8 @@ class HookedTransformerConfig:
             )
         if self.tie_word_embeddings and self.d_vocab_out != self.d_vocab:
             raise ValueError(
-                f"tie_word_embeddings=True needs d_vocab_out={self.d_vocab_out} == d_vocab={self.d_vocab}"
+                f"tie_word_embeddings=True needs d_vocab_out={self.d_vocab_out} == "
+                f"d_vocab={self.d_vocab}"
             )
         if self.use_attention_sinks and self.attn_scores_soft_cap > 0:
             raise ValueError("use_attention_sinks and attn_scores_soft_cap > 0 cannot be combined")
@@ -406,7 +416,8 @@ class HookedTransformerConfig:
             )
         if self.use_dynamic_ntk_rope or self.use_logn_attn:
             raise ValueError(
-                "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic NTK use "
+                "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic "
+                "NTK use "
                 "rotary_scaling={'rope_type': 'dynamic', 'factor': …}"
             )
         if self.num_experts is not None or self.experts_per_token is not None:
@@ -598,7 +609,7 @@ class HookedTransformerConfig:
         return f"{type(self).__name__}:\n{pprint.pformat(self.to_dict())}"
 
 
-def _refuse_unknown_arguments(cls: type) -> None:
+def _refuse_unknown_arguments(cls: Any) -> None:
     """Make the constructor's TypeError for an unknown keyword name the nearest field."""
     construct = cls.__init__
 
@@ -611,8 +622,9 @@ def _refuse_unknown_arguments(cls: type) -> None:
                 )
         construct(self, *args, **kwargs)
 
-    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature follows it
-    cls.__init__ = __init__  # type: ignore[misc]
+    # inspect.signature follows it
+    __init__.__wrapped__ = construct  # type: ignore[attr-defined]
+    cls.__init__ = __init__
 
 
 _refuse_unknown_arguments(HookedTransformerConfig)

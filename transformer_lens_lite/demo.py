@@ -193,7 +193,7 @@ def timed(run: Any, times: int = 3) -> tuple[Any, float]:
 
 def readable(model: HookedTransformer, tokens: Int[Tensor, " pos"]) -> list[str]:
     """The text of each token, line breaks made visible."""
-    return [text.replace("\n", "⏎") for text in model.to_str_tokens(tokens)]
+    return [str(text).replace("\n", "⏎") for text in model.to_str_tokens(tokens)]
 
 
 @torch.no_grad()
@@ -216,9 +216,10 @@ def continued(model: HookedTransformer, prompt: str, most: int = 16) -> str:
     """The prompt and what the model says next, greedily."""
     room = model.cfg.n_ctx - model.to_tokens(prompt).shape[1] + 1
     can_stop = model.text.eos_token_id is not None
-    return model.generate(
+    text: Any = model.generate(
         prompt, max_new_tokens=min(most, room), temperature=0, stop_at_eos=can_stop, verbose=False
     )
+    return text
 
 
 # --- on a terminal --------------------------------------------------------------------------------

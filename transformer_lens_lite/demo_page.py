@@ -119,7 +119,8 @@ def all_patterns(demo: Demo) -> dict[str, list[list[int]]]:
 
 def shaded(value: float, text: str, colour: str = "mark") -> str:
     """A table cell whose background says how large a value between 0 and 1 is."""
-    return f'<td class="cell" style="background: rgba(var(--{colour}), {0.75 * value:.2f})">{text}</td>'
+    background = f"background: rgba(var(--{colour}), {0.75 * value:.2f})"
+    return f'<td class="cell" style="{background}">{text}</td>'
 
 
 def lens_section(rows: list[LensRow]) -> str:
@@ -133,7 +134,8 @@ def lens_section(rows: list[LensRow]) -> str:
         body.append(f"<tr><th scope=row>{row.depth}</th>{''.join(cells)}{last}</tr>")
     final = html.escape(rows[-1].guesses[0][0])
     return (
-        "<h2>Logit lens</h2><p>What the residual stream would predict after each layer, at the last "
+        "<h2>Logit lens</h2><p>What the residual stream would predict after each layer, at the "
+        "last "
         f"position. The last column is the probability of the final answer, “{final}”.</p>"
         "<div class=scroll><table><tr><th>after<th colspan=3>likeliest tokens"
         f"<th>{final}</tr>{''.join(body)}</table></div>"
@@ -162,12 +164,15 @@ def heads_section(heads: HeadScores) -> str:
     )
     label, score, _ = heads.strongest(1)[0]
     return (
-        "<h2>Induction heads</h2><p>On a random sequence said twice, how much each head attends to the "
+        "<h2>Induction heads</h2><p>On a random sequence said twice, how much each head "
+        "attends to the "
         "token that followed last time.</p>"
         f"<div class=scroll><table><tr><th>{header}</tr>{body}</table></div>"
-        f"<p>The strongest is {label}, at {score:.2f}. Its stripe in the second half is induction:</p>"
+        f"<p>The strongest is {label}, at {score:.2f}. Its stripe in the second half is "
+        "induction:</p>"
         '<div class=scroll><div class=grid data-pattern="repeated" role="img" '
-        f'aria-label="Attention pattern of {label} on the repeated sequence: a diagonal stripe"></div></div>'
+        f'aria-label="Attention pattern of {label} on the repeated sequence: a diagonal '
+        'stripe"></div></div>'
     )
 
 
@@ -175,7 +180,8 @@ def reuse_section(reuse: PrefixReuse) -> str:
     """How much a frozen prefix saves."""
     slowest = max(reuse.seconds_full, reuse.seconds_frozen)
     bars = "".join(
-        f'<span>{name}</span><span class="bar" style="width: {100 * seconds / slowest:.1f}%"></span>'
+        f'<span>{name}</span><span class="bar" style="width: '
+        f'{100 * seconds / slowest:.1f}%"></span>'
         f"<span>{seconds * 1e3:.1f} ms</span>"
         for name, seconds in (
             ("from scratch", reuse.seconds_full),
@@ -184,6 +190,7 @@ def reuse_section(reuse: PrefixReuse) -> str:
     )
     return (
         f"<h2>One prefix, {len(reuse.suffixes)} continuations</h2><p>The keys and values of "
-        f"{reuse.prefix_length} tokens, computed once, frozen and shared: {reuse.speed_up:.1f} times "
+        f"{reuse.prefix_length} tokens, computed once, frozen and shared: {reuse.speed_up:.1f} "
+        "times "
         f"faster, with logits equal to {reuse.difference:.0e}.</p><div class=bars>{bars}</div>"
     )

@@ -100,6 +100,11 @@ class Generation:
         """The new tokens so far."""
         return self._buffer[:, : self._n_new]
 
+    def step_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
+        """A copy of the latest step's logits: an ordinary tensor, whatever the mode."""
+        assert self.logits is not None
+        return self.logits.clone()
+
     def __iter__(self) -> Iterator[Int[Tensor, " batch"]]:
         for _ in range(self.max_new_tokens):
             with self.mode():
@@ -187,7 +192,7 @@ def start_generation(
         or max_new_tokens < 0
     ):
         raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
-    warping = {
+    warping: dict[str, Any] = {
         "top_k": top_k,
         "top_p": top_p,
         "temperature": temperature,
@@ -273,7 +278,8 @@ def ending_of(
     eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
     if stop_at_eos and not eos_ids:
         raise ValueError(
-            "stop_at_eos=True needs eos_token_id=, because there is no tokenizer that names one; or "
+            "stop_at_eos=True needs eos_token_id=, because there is no tokenizer that names "
+            "one; or "
             "pass stop_at_eos=False"
         )
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -305,7 +311,12 @@ def continued_cache(
 
 
 def generate(
-    model: Any, input: Any, return_type: str, verbose: bool | None, output_logits: bool, **arguments
+    model: Any,
+    input: Any,
+    return_type: str,
+    verbose: bool | None,
+    output_logits: bool,
+    **arguments: Any,
 ) -> Any:
     """See `GenerationMethods.generate`."""
     if return_type not in RETURN_TYPES:
@@ -316,7 +327,7 @@ def generate(
     logits = []
     for _ in progress(generation, generation.max_new_tokens, verbose):
         if output_logits:
-            logits.append(generation.logits.clone())  # an ordinary tensor, whatever the mode
+            logits.append(generation.step_logits())
     result = finished_form(generation, input, return_type)
     return GenerateOutput(result, tuple(logits)) if output_logits else result
 
@@ -391,6 +402,8 @@ def progress(steps: Any, total: int, verbose: bool | None) -> Any:
 
 class GenerationMethods:
     """What a model offers for continuing prompts."""
+
+    tokenizer: Any
 
     def generate(
         self,

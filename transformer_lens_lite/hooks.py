@@ -101,7 +101,8 @@ class LensHandle:
     def _checked(self, result: Any, tensor: Tensor, point: "HookPoint") -> Tensor:
         if not isinstance(result, Tensor):
             raise TypeError(
-                f"a hook on {point.name!r} returned a {type(result).__name__}; it may return None or a "
+                f"a hook on {point.name!r} returned a {type(result).__name__}; it may return "
+                "None or a "
                 f"tensor of shape {tuple(tensor.shape)}"
             )
         if result.shape != tensor.shape:
@@ -132,7 +133,7 @@ class HookAlias:
 class HandleGroup(list[LensHandle]):
     """The handles of a hook added to several points at once; `remove()` removes them all."""
 
-    def remove(self, *handle: LensHandle) -> None:  # type: ignore[override]
+    def remove(self, *handle: LensHandle) -> None:
         """Without arguments: detach all of them."""
         if handle:
             super().remove(*handle)

@@ -177,7 +177,8 @@ class KeyValueCacheEntry:
         """Raise ValueError when `n_new` more positions would not fit into `max_len`."""
         if self.max_len is not None and not self.frozen and self._length + n_new > self.max_len:
             raise ValueError(
-                f"the cache is full: {self._length} of max_len={self.max_len} positions are taken and "
+                f"the cache is full: {self._length} of max_len={self.max_len} positions are "
+                "taken and "
                 f"{n_new} more were given"
             )
 
@@ -242,7 +243,7 @@ class KeyValueCache:
         """
         assert isinstance(cfg.dtype, torch.dtype)
         where = torch.device(device or cfg.device or "cpu")
-        if where.type == "cuda" and where.index is None:
+        if where == torch.device("cuda"):  # tensors there will say which one
             where = torch.device("cuda", torch.cuda.current_device())
         entries = []
         for spec in cfg.block_specs():
@@ -367,7 +368,8 @@ class KeyValueCache:
     def __repr__(self) -> str:
         state = "frozen" if self.frozen else "growing"
         return (
-            f"KeyValueCache({len(self)} layers, {self.batch_size} x {self.length} positions, {state}, "
+            f"KeyValueCache({len(self)} layers, {self.batch_size} x {self.length} positions, "
+            f"{state}, "
             f"{self.nbytes() / 2**20:.1f} MiB)"
         )
 

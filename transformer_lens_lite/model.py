@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from transformer_lens_lite.activations import ActivationCache
+from transformer_lens_lite.checkpoints import CheckpointMethods
 from transformer_lens_lite.components.block import build_block
 from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.embed import Embed, PosEmbed, Unembed, build_unembed
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.checkpoints import CheckpointMethods
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import HookPoint
 from transformer_lens_lite.initialisation import initialise
@@ -71,7 +71,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         super().__init__()
         if not isinstance(cfg, HookedTransformerConfig | dict):
             raise ValueError(
-                f"cfg must be a HookedTransformerConfig or a dict, got {type(cfg).__name__}; to load a "
+                f"cfg must be a HookedTransformerConfig or a dict, got {type(cfg).__name__}; "
+                "to load a "
                 "checkpoint by name use HookedTransformer.from_pretrained(name)"
             )
         self.cfg = HookedTransformerConfig.unwrap(cfg)
@@ -168,6 +169,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         logits = self._logits(residual)
         if return_type == "logits":
             return logits
+        assert tokens is not None  # checked before anything was run
         loss = self.loss_fn(logits, tokens, context.new_tokens_mask, loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
 
@@ -280,24 +282,27 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         if prepend_bos is None and cache is not None and cache.length > 0:
             prepend_bos = False
         if is_text(input):
-            tokens, made = self._text().encode_batch(input, prepend_bos, padding_side)
+            texts: Any = input
+            tokens, made = self._text().encode_batch(texts, prepend_bos, padding_side)
             tokens = tokens.to(device)
             mask = made.to(device) if attention_mask is None else attention_mask
             return tokens, mask
         tokens = self._checked_tokens(input).to(device)
-        if attention_mask is None and self.tokenizer is not None and len(tokens) > 0:
-            if self.text.side(padding_side) == "left":
-                attention_mask = self._text().attention_mask(tokens, "left", prepend_bos)
+        unmasked = attention_mask is None and self.tokenizer is not None and len(tokens) > 0
+        if unmasked and self.text.side(padding_side) == "left":
+            attention_mask = self._text().attention_mask(tokens, "left", prepend_bos)
         return tokens, attention_mask
 
     def _checked_tokens(self, tokens: Any) -> Int[Tensor, "batch pos"]:
         if not isinstance(tokens, Tensor):
             raise TypeError(
-                f"input must be a text, a list of texts or a tensor of ids, got {type(tokens).__name__}"
+                "input must be a text, a list of texts or a tensor of ids, got "
+                f"{type(tokens).__name__}"
             )
         if tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.complex64):
             raise ValueError(
-                f"token ids must be integers, got {tokens.dtype}; a residual stream needs start_at_layer"
+                f"token ids must be integers, got {tokens.dtype}; a residual stream needs "
+                "start_at_layer"
             )
         if tokens.ndim not in (1, 2):
             raise ValueError(f"token ids must be [pos] or [batch, pos], got {list(tokens.shape)}")
@@ -388,7 +393,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         if not isinstance(mask, Tensor) or list(mask.shape) not in allowed:
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got {got}"
+                f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got "
+                f"{got}"
             )
         return mask.to(device=self.embed.W_E.device, dtype=torch.long)
 
@@ -424,7 +430,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     def wants_optional(self, name: str) -> bool:
         return bool(getattr(self.cfg, FLAG_OF_OPTIONAL_POINT[name.rsplit(".", 1)[-1]], False))
 
-    def run_with_cache(  # type: ignore[override]
+    def run_with_cache(
         self,
         *model_args: Any,
         return_cache_object: bool = True,

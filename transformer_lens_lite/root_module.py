@@ -56,7 +56,7 @@ class HookedRootModule(Component):
         for name, module in self.named_modules():
             if name == "":
                 continue  # the root itself would be a reference cycle
-            module.name = name  # type: ignore[assignment]
+            module.name = name
             self.mod_dict[name] = module
             if isinstance(module, HookPoint):
                 self.hook_dict[name] = module
@@ -201,9 +201,10 @@ class HookedRootModule(Component):
         All names are checked before any hook is attached. On leaving, however that happens, exactly
         the hooks of this block are detached; with `reset_hooks_end=False` they stay.
         """
+        directions: list[tuple[Direction, NamedHooks]] = [("fwd", fwd_hooks), ("bwd", bwd_hooks)]
         wanted = [
             (name, hook, direction)
-            for direction, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks))
+            for direction, pairs in directions
             for name_or_filter, hook in pairs
             for name in self.resolve_names(name_or_filter)
         ]
@@ -249,7 +250,8 @@ class HookedRootModule(Component):
         """
         if bwd_hooks and reset_hooks_end:
             warnings.warn(
-                "run_with_hooks detaches its bwd_hooks before any backward pass can reach them; use "
+                "run_with_hooks detaches its bwd_hooks before any backward pass can reach "
+                "them; use "
                 "reset_hooks_end=False, or `with model.hooks(bwd_hooks=…)` around both passes",
                 stacklevel=2,
             )
@@ -315,9 +317,10 @@ class HookedRootModule(Component):
         cache, forward, backward = self.get_caching_hooks(
             names_filter, incl_bwd, device, remove_batch_dim, cache
         )
-        for direction, hooks in (("fwd", forward), ("bwd", backward)):
-            for name, hook in hooks:
-                self.hook_dict[name].add_hook(hook, direction)
+        for name, hook in forward:
+            self.hook_dict[name].add_hook(hook, "fwd")
+        for name, hook in backward:
+            self.hook_dict[name].add_hook(hook, "bwd")
         return cache
 
     def run_with_cache(

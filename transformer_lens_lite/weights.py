@@ -1,9 +1,12 @@
 """All layers' weights at once, as fresh tensors, and what to call the heads."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.root_module import HookedRootModule
 
 
@@ -11,6 +14,12 @@ class StackedWeights(HookedRootModule):
     """Read access to a model's weights. Per-layer ones are stacked anew on every access, so editing
     the result never changes the model; grouped keys and values are repeated for every query
     head."""
+
+    cfg: HookedTransformerConfig
+    embed: Any
+    pos_embed: Any
+    unembed: Any
+    blocks: Any
 
     def _stacked(self, path: str) -> Tensor:
         module_name, name = path.split(".")

@@ -39,6 +39,12 @@ class Attention(Component):
     """
 
     prefix = ""  # of the key and value parameters' names
+    W_Q: nn.Parameter
+    b_Q: nn.Parameter
+    W_K: Any  # a parameter, or made from a grouped one
+    W_V: Any
+    b_K: Any
+    b_V: Any
 
     def __init__(self, cfg: HookedTransformerConfig, spec: AttentionSpec, layer: int) -> None:
         super().__init__()
@@ -87,7 +93,7 @@ class Attention(Component):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in self.W_names:  # assign=True keeps any layout
-            parameter = self._parameters[name]
+            parameter = self.get_parameter(name)
             parameter.data = matmul_ready(parameter.data)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
@@ -126,14 +132,16 @@ class Attention(Component):
         """Queries, keys and values of the new positions; by one product where their weights
         adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
+            parameters: dict[str, Any] = self._parameters
             joined = self.joined.of(
-                [self._parameters[name] for name in self.W_names],
-                [self._parameters[name] for name in self.b_names],
+                [parameters[name] for name in self.W_names],
+                [parameters[name] for name in self.b_names],
             )
             if joined is not None:
-                n, k, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
+                n, kv, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
                 heads = F.linear(query_input, *joined).view(*query_input.shape[:2], -1, d_head)
-                return heads.split_with_sizes((n, k, k), 2)
+                q, k, v = heads.split_with_sizes((n, kv, kv), 2)
+                return q, k, v
         q = project(query_input, self.W_Q, self.b_Q)
         return q, *self.keys_and_values(key_input, value_input)
 
@@ -263,6 +271,10 @@ class GroupedQueryAttention(Attention):
     """
 
     prefix = "_"
+    _W_K: nn.Parameter
+    _W_V: nn.Parameter
+    _b_K: nn.Parameter
+    _b_V: nn.Parameter
 
     @property
     def W_K(self) -> Float[Tensor, "head d_model d_head"]:

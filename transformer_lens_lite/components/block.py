@@ -109,8 +109,10 @@ class TransformerBlock(Component):
         if self.hook_attn_in.listened:
             if n_kv_heads != n_heads:
                 raise ValueError(
-                    f"{self.hook_attn_in.name} has one input per query head, but keys and values have "
-                    f"{n_kv_heads} of {n_heads} heads; use hook_q_input, hook_k_input, hook_v_input, "
+                    f"{self.hook_attn_in.name} has one input per query head, but keys and "
+                    "values have "
+                    f"{n_kv_heads} of {n_heads} heads; use hook_q_input, hook_k_input, "
+                    "hook_v_input, "
                     "or set_ungroup_grouped_query_attention(True)"
                 )
             shared = self.hook_attn_in(per_head(x, n_heads).clone())

@@ -98,7 +98,7 @@ class TiedUnembed(Unembed):
         pass
 
     @property
-    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:
+    def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:  # type: ignore[override]
         return self._embed[0].W_E.T
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -55,6 +55,9 @@ class GatedMLP(MLP):
     where a checkpoint has them, are `b_gate` and `b_up`.
     """
 
+    b_gate: nn.Parameter | None
+    b_up: nn.Parameter | None
+
     def __init__(self, cfg: HookedTransformerConfig, spec: MLPSpec) -> None:
         super().__init__(cfg, spec)
         self.W_gate = transposed(spec.d_model, spec.d_mlp)

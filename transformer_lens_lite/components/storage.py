@@ -13,26 +13,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-def in_projections(
-    n_heads: tuple[int, ...], d_model: int, d_head: int, **kwargs
-) -> list[nn.Parameter]:
+def in_projections(n_heads: tuple[int, ...], d_model: int, d_head: int) -> list[nn.Parameter]:
     """Uninitialised [head, d_model, d_head] weights over adjacent rows of one [(head d_head),
     d_model]."""
-    matrix = torch.empty(sum(n_heads) * d_head, d_model, **kwargs)
+    matrix = torch.empty(sum(n_heads) * d_head, d_model)
     heads = matrix.view(-1, d_head, d_model).transpose(1, 2)
     return [nn.Parameter(part) for part in heads.split(n_heads)]
 
 
-def out_projection(n_heads: int, d_head: int, d_model: int, **kwargs) -> nn.Parameter:
+def out_projection(n_heads: int, d_head: int, d_model: int) -> nn.Parameter:
     """An uninitialised [head, d_head, d_model] over memory [d_model, (head d_head)]."""
-    matrix = torch.empty(d_model, n_heads * d_head, **kwargs)
+    matrix = torch.empty(d_model, n_heads * d_head)
     return nn.Parameter(matrix.view(d_model, n_heads, d_head).permute(1, 2, 0))
 
 
-def transposed(d_in: int, d_out: int, **kwargs) -> nn.Parameter:
+def transposed(d_in: int, d_out: int) -> nn.Parameter:
     """An uninitialised [d_in, d_out] over memory [d_out, d_in], as torch's linear layers keep
     it."""
-    return nn.Parameter(torch.empty(d_out, d_in, **kwargs).T)
+    return nn.Parameter(torch.empty(d_out, d_in).T)
 
 
 def in_matrix(weight: Float[Tensor, "head d_model d_head"]) -> Float[Tensor, "head_d_head d_model"]:
@@ -97,7 +95,8 @@ class JoinedProjection:
         places = [parameter.data_ptr() for parameter in (*weights, *biases)]
         if places != self.places:
             weight, bias = side_by_side(weights), side_by_side(biases)
-            apart = weight is None or bias is None
-            self.views = None if apart else (in_matrix(weight).detach(), bias.detach().flatten())
+            self.views = None
+            if weight is not None and bias is not None:
+                self.views = in_matrix(weight).detach(), bias.detach().flatten()
             self.places = places
         return self.views
