@@ -57,7 +57,9 @@ def measure() -> dict[str, float]:
                 tokens, 48, stop_at_eos=False, do_sample=False, verbose=False,
                 use_past_kv_cache=False,
             ),
-            lambda: hf_model.generate(tokens, attention_mask=mask, max_new_tokens=48, do_sample=False),
+            lambda: hf_model.generate(
+                tokens, attention_mask=mask, max_new_tokens=48, do_sample=False
+            ),
             pairs,
         ).median  # fmt: skip
     return rows

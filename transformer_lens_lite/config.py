@@ -18,9 +18,8 @@ import torch
 from transformer_lens_lite.rope_scaling import RotaryScaling, scaling_from_dict
 
 ACTIVATIONS = (
-    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh", "
-    ""xielu",
-    "relu2", "quick_gelu",
+    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh",
+    "xielu", "relu2", "quick_gelu",
 )  # fmt: skip
 NORMALIZATIONS = ("LN", "LNPre", "RMS", "RMSPre", None)
 POSITION_KINDS = ("standard", "rotary", "shortformer", "alibi", "none")

@@ -524,9 +524,12 @@ def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], tabl
 def _export(model: Any) -> tuple[dict[str, Any], Any]:
     """The Hugging Face config of a model, and its table."""
     cfg = model.cfg
+    steps = set(getattr(model, "processed", ()))
     if cfg.normalization_type in ("LNPre", "RMSPre"):
+        steps.add("fold_ln")
+    if steps:
         raise ValueError(
-            "the norm weights of this model were folded into the next matrices (fold_ln), which a "
+            f"the weights of this model were processed ({', '.join(sorted(steps))}), which a "
             "Hugging Face checkpoint cannot express; load it with from_pretrained_no_processing"
         )
     state = model.state_dict()

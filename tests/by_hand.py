@@ -1,0 +1,216 @@
+"""A transformer written out by its formulas: one row, one head at a time, no mask, no cache, in fp64.
+
+Slow and plain on purpose: it shares nothing with the library but the names of weights and fields,
+and the frequencies of scaled rotations (which are held against Hugging Face's).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def solu(x: Tensor) -> Tensor:
+    return x * x.exp() / x.exp().sum(-1, keepdim=True)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: (x * (x > 0)) ** 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "solu": solu,
+    "solu_ln": solu,
+}
+SLOPES = {  # ALiBi, as its authors list them
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+}
+
+
+class ByHand:
+    """The formulas over one model's weights."""
+
+    def __init__(self, model: HookedTransformer) -> None:
+        self.cfg: HookedTransformerConfig = model.cfg
+        self.model = model
+        self.weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[name]
+
+    @torch.no_grad()
+    def logits(self, row: Tensor) -> Tensor:
+        """[pos, d_vocab_out] for ids [pos]."""
+        cfg = self.cfg
+        x = self["embed.W_E"][row] * cfg.embed_scale
+        if cfg.post_embedding_ln:
+            x = self.norm(x, "embed.ln", "LN")
+        if cfg.positional_embedding_type == "standard":
+            x = x + self["pos_embed.W_pos"][: len(row)]
+        for layer in range(cfg.n_layers):
+            attn_out = self.sublayer(x, layer, "ln1", self.attention)
+            if cfg.attn_only:
+                x = x + attn_out
+            elif cfg.parallel_attn_mlp:
+                x = x + attn_out + self.sublayer(x, layer, "ln2", self.mlp)
+            else:
+                x = x + attn_out
+                x = x + self.sublayer(x, layer, "ln2", self.mlp)
+        kind = cfg.normalization_type
+        if cfg.final_rms:
+            kind = kind.replace("LN", "RMS")
+        x = self.norm(x, "ln_final", kind)
+        out = (x @ self["unembed.W_U"] + self["unembed.b_U"]) * cfg.logit_scale
+        cap = cfg.output_logits_soft_cap
+        return cap * torch.tanh(out / cap) if cap > 0 else out
+
+    def sublayer(self, x: Tensor, layer: int, norm: str, function: Callable) -> Tensor:
+        place, name = self.cfg.norm_place, f"blocks.{layer}.{norm}"
+        kind = self.cfg.normalization_type
+        if place == "post":
+            out = self.norm(function(x, layer), name, kind)
+        else:
+            out = function(self.norm(x, name, kind), layer)
+        if place == "both":
+            out = self.norm(out, f"{name}_post", kind.removesuffix("Pre"))
+        return out * self.cfg.residual_scale
+
+    def norm(self, x: Tensor, name: str, kind: str | None) -> Tensor:
+        if kind is None:
+            return x
+        if kind.startswith("LN"):
+            x = x - x.mean(-1, keepdim=True)
+        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.cfg.eps)
+        if kind.endswith("Pre"):
+            return x
+        if kind == "LN":
+            return x * self[f"{name}.w"] + self[f"{name}.b"]
+        return x * (self[f"{name}.w"] + self.cfg.norm_weight_offset)
+
+    # -- attention --
+
+    def attention(self, x: Tensor, layer: int) -> Tensor:
+        cfg, name = self.cfg, f"blocks.{layer}.attn"
+        kv_heads = cfg.n_key_value_heads or cfg.n_heads
+        prefix = "_" if cfg.n_key_value_heads else ""
+        qk_input = x
+        if cfg.positional_embedding_type == "shortformer":
+            qk_input = x + self["pos_embed.W_pos"][: len(x)]
+        q = [qk_input @ self[f"{name}.W_Q"][h] + self[f"{name}.b_Q"][h] for h in range(cfg.n_heads)]
+        w_k, b_k = self[f"{name}.{prefix}W_K"], self[f"{name}.{prefix}b_K"]
+        w_v, b_v = self[f"{name}.{prefix}W_V"], self[f"{name}.{prefix}b_V"]
+        k = [qk_input @ w_k[h] + b_k[h] for h in range(kv_heads)]
+        v = [x @ w_v[h] + b_v[h] for h in range(kv_heads)]
+        if cfg.use_qk_norm:
+            q, k = self.qk_norm(q, f"{name}.q_norm"), self.qk_norm(k, f"{name}.k_norm")
+        if cfg.clip_qkv is not None:
+            q, k, v = ([t.clamp(-cfg.clip_qkv, cfg.clip_qkv) for t in part] for part in (q, k, v))
+        out = self[f"{name}.b_O"].repeat(len(x), 1)
+        for head in range(cfg.n_heads):
+            shared = head * kv_heads // cfg.n_heads
+            pattern = self.pattern(q[head], k[shared], layer, head)
+            out = out + pattern @ v[shared] @ self[f"{name}.W_O"][head]
+        return out
+
+    def qk_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
+        if self.cfg.qk_norm_per_head:
+            return [self.norm(head, name, "RMS") for head in heads]
+        together = self.norm(torch.cat(heads, -1), name, "RMS")
+        return list(together.split(self.cfg.d_head, -1))
+
+    def pattern(self, q: Tensor, k: Tensor, layer: int, head: int) -> Tensor:
+        cfg = self.cfg
+        if cfg.positional_embedding_type == "rotary":
+            q, k = self.turned(q, layer), self.turned(k, layer)
+        scale = 1.0
+        if cfg.use_attn_scale:
+            scale = math.sqrt(cfg.d_head) if cfg.attn_scale == -1 else cfg.attn_scale
+        if cfg.scale_attn_by_inverse_layer_idx:
+            scale *= layer + 1
+        local = cfg.use_local_attn and cfg.attn_types[layer] == "local"
+        n = len(q)
+        weights = torch.zeros(n, n, dtype=torch.float64)
+        for i in range(n):
+            total = torch.zeros((), dtype=torch.float64)
+            if cfg.use_attention_sinks:
+                total = total + self[f"blocks.{layer}.attn.sinks"][head].exp()
+            for j in range(n):
+                if cfg.attention_dir == "causal" and j > i:
+                    continue
+                if local and abs(i - j) >= cfg.window_size:
+                    continue
+                score = q[i] @ k[j] / scale
+                if cfg.attn_scores_soft_cap > 0:
+                    score = cfg.attn_scores_soft_cap * torch.tanh(score / cfg.attn_scores_soft_cap)
+                if cfg.positional_embedding_type == "alibi":
+                    score = score - SLOPES[cfg.n_heads][head] * (i - j)
+                weights[i, j] = score.exp()
+            weights[i] /= total + weights[i].sum()
+        return weights
+
+    def turned(self, x: Tensor, layer: int) -> Tensor:
+        """Channel pairs as complex numbers, times e^(i · position · frequency)."""
+        spec = self.model.blocks[layer].attn.spec.rotary
+        if spec is None:
+            return x
+        length = torch.tensor([len(x)])
+        frequencies = spec.scaling.inverse_frequencies(spec.base, spec.dim, length).view(-1)
+        angles = torch.arange(len(x))[:, None] * frequencies.double()
+        turn = torch.polar(torch.full_like(angles, spec.scaling.attention_factor), angles)
+        rotated, rest = x[:, : spec.dim], x[:, spec.dim :]
+        if self.cfg.rotary_adjacent_pairs:
+            first, second = rotated[:, 0::2], rotated[:, 1::2]
+        else:
+            first, second = rotated.chunk(2, -1)
+        result = torch.complex(first, second) * turn
+        if self.cfg.rotary_adjacent_pairs:
+            parts = torch.stack((result.real, result.imag), -1).flatten(1)
+        else:
+            parts = torch.cat((result.real, result.imag), -1)
+        return torch.cat((parts, rest), -1)
+
+    # -- the MLP --
+
+    def mlp(self, x: Tensor, layer: int) -> Tensor:
+        cfg, name = self.cfg, f"blocks.{layer}.mlp"
+        linear = x @ self[f"{name}.W_in"]
+        if not cfg.gated_mlp:
+            post = self.bent(linear + self[f"{name}.b_in"], name)
+        else:
+            gate = x @ self[f"{name}.W_gate"]
+            if cfg.gated_mlp_biases:
+                gate, linear = gate + self[f"{name}.b_gate"], linear + self[f"{name}.b_up"]
+            post = self.bent(gate, name) * linear + self[f"{name}.b_in"]
+        return post @ self[f"{name}.W_out"] + self[f"{name}.b_out"]
+
+    def bent(self, x: Tensor, name: str) -> Tensor:
+        act_fn = self.cfg.act_fn
+        if act_fn == "xielu":
+            return self.xielu(x, f"{name}.act_fn")
+        x = ACTIVATIONS[act_fn](x)
+        return self.norm(x, f"{name}.ln", "LN") if act_fn.endswith("_ln") else x
+
+    def xielu(self, x: Tensor, name: str) -> Tensor:
+        beta = self[f"{name}.beta"]
+        alpha_p = torch.log1p(self[f"{name}.alpha_p"].exp())
+        alpha_n = beta + torch.log1p(self[f"{name}.alpha_n"].exp())
+        left = (torch.expm1(x.clamp(max=-1e-6)) - x) * alpha_n + beta * x
+        return torch.where(x > 0, alpha_p * x * x + beta * x, left)
+
+
+def logits(model: HookedTransformer, tokens: Tensor) -> Tensor:
+    """[batch, pos, d_vocab_out]: each row by itself."""
+    formulas = ByHand(model)
+    return torch.stack([formulas.logits(row) for row in tokens])
