@@ -95,8 +95,12 @@ def build_model(d_vocab: int, seed: int) -> HookedTransformer:
 
 
 def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
-    """Random tokens said over and over: what induction heads are for."""
-    n_special, length = len(language.SPECIAL_TOKENS), rng.choice([5, 10, 20, 40, 80])
+    """Random tokens said over and over: what induction heads are for.
+
+    The length varies freely, short more often than long: from a few fixed lengths the model would
+    learn to look back by those.
+    """
+    n_special, length = len(language.SPECIAL_TOKENS), int(4 * 25 ** rng.random())
     period = rng.sample(range(n_special, d_vocab), length)
     return period * rng.randint(2, max(2, 100 // length))
 

@@ -1,4 +1,4 @@
-"""A transformer written out by its formulas: one row, one head at a time, no mask, no cache, in fp64.
+"""A transformer written out by its formulas: one row and one head at a time, no cache, in fp64.
 
 Slow and plain on purpose: it shares nothing with the library but the names of weights and fields,
 and the frequencies of scaled rotations (which are held against Hugging Face's).

@@ -38,7 +38,8 @@ def scaled(rope_type: str, **values: Any) -> dict[str, Any]:
     return {**ROTARY, "rotary_base": 50.0, "rotary_scaling": {"rope_type": rope_type, **values}}
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BETWEEN = {"original_max_position_embeddings": 40}  # one pair of channels is kept, one on the ramp
 LONG = {"short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 2.5, 4.0], "factor": 4.0, **ORIGINAL}
 
 # name -> what differs from the sizes above
@@ -67,8 +68,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **scaled("linear", factor=2.5), **WINDOW, "rotary_scaling_global_only": True,
     },
     "dynamic": scaled("dynamic", factor=2.0, **ORIGINAL),
-    "llama3": scaled("llama3", **LLAMA3),
-    "yarn": scaled("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.5, **ORIGINAL),
+    "llama3": scaled("llama3", **LLAMA3, **BETWEEN),
+    "yarn": scaled("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.5, **BETWEEN),
     "longrope": scaled("longrope", **LONG),
     "alibi": {"positional_embedding_type": "alibi"},
     "alibi_six_heads": {"positional_embedding_type": "alibi", "n_heads": 6},

@@ -1,11 +1,16 @@
-"""Every variant of every component: by hand = fused = explicit = cached in chunks = padded = compiled.
+"""Every variant of every component: by hand = fused = explicit = in chunks = padded = compiled.
 
-`by_hand` is the transformer written out by its formulas. A table at the end flips every field of the
-config and expects other logits, so no field can be ignored.
+`by_hand` is the transformer written out by its formulas. A table at the end flips every field of
+the config and expects other logits, so no field can be ignored.
 """
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import by_hand
@@ -30,7 +35,7 @@ causal_variant = pytest.mark.parametrize(
 def assert_close(ours: Tensor, theirs: Tensor, name: str = "") -> None:
     """To 2e-5 of the size of the numbers, which for loud models are around one."""
     assert ours.isfinite().all(), name
-    atol = 2e-5 * max(1.0, float(theirs.std()))
+    atol = 2e-5 * max(1.0, float(theirs.abs().mean()))
     theirs = theirs.to(ours.dtype)
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5, msg=lambda m: f"{name}: {m}")
 
@@ -200,28 +205,40 @@ def test_report_035_rows_and_windows_of_nothing_but_padding_stay_finite(
             assert parameter.grad.isfinite().all(), parameter_name
 
 
+# between them, every branch of a forward
 COMPILED = [
-    "plain", "grouped_rotary", "rotary_partial_adjacent", "window_rotary_grouped", "alibi",
-    "softcap", "sinks", "qk_norm", "everything", "shortformer", "bidirectional", "longrope",
-]  # fmt: skip
+    "plain",
+    "everything",
+    "rotary_partial_adjacent",
+    "sinks_window_grouped",
+    "alibi",
+    "longrope",
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(project_root: Path) -> dict[str, dict[str, float]]:
+    """Differences of compiled models, by variant and situation: see `compiled.py`."""
+    command = [sys.executable, "tests/compiled.py", "aot_eager", *COMPILED]
+    environment = {**os.environ, "PYTHONPATH": str(project_root)}
+    run = subprocess.run(
+        command, cwd=project_root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_report_104_the_unhooked_model_is_one_graph_that_agrees(name: str) -> None:
-    """Traced without its last step, code for the machine: `test_training` has that."""
-    model = native.build(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    tokens = native.tokens()
-    assert_close(compiled(tokens), model(tokens))
-    with torch.no_grad():
-        assert_close(compiled(tokens), model(tokens), "no_grad")
-    _, padded, mask = left_padded([13, 9])
-    ours = compiled(padded, attention_mask=mask)
-    assert_close(ours[mask.bool()], model(padded, attention_mask=mask)[mask.bool()], "padded")
+def test_report_104_the_unhooked_model_is_one_graph_that_agrees(
+    name: str, compiled: dict[str, dict[str, float]]
+) -> None:
+    """Traced and differentiated by the compiler; `test_training` generates code as well."""
+    assert compiled[name].pop("graphs") == 3
+    assert compiled[name].keys() == {"gradients", "no_grad", "padded"}
+    assert max(compiled[name].values()) < 2e-5
 
 
-# --- parts of a forward -----------------------------------------------------------------------------
+# --- parts of a forward ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "rotary", "shortformer", "everything", "parallel"])
@@ -322,8 +339,8 @@ def test_a_chunk_sees_only_itself_of_rotated_keys() -> None:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> HookedTransformerConfig:
-    """Any causal config whose parts go together."""
+def features(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of any causal config whose parts go together."""
 
     def one_of(*choices: Any) -> Any:
         return draw(st.sampled_from(choices))
@@ -334,8 +351,14 @@ def configs(draw: st.DrawFn) -> HookedTransformerConfig:
     rotary = {**native.ROTARY, "rotary_dim": one_of(2, 4, 6), **maybe(rotary_adjacent_pairs=True)}
     rotary |= maybe(rotary_scaling={"rope_type": "linear", "factor": 2.5})
     rotary |= maybe(rotary_layers=[False, True])
-    positions = one_of(*({"positional_embedding_type": p} for p in ("standard", "alibi", "none",
-                                                                    "shortformer")), rotary, rotary)  # fmt: skip
+    positions = one_of(
+        rotary,
+        rotary,
+        {"positional_embedding_type": "standard"},
+        {"positional_embedding_type": "alibi"},
+        {"positional_embedding_type": "none"},
+        {"positional_embedding_type": "shortformer"},
+    )
     norm = one_of(None, "LN", "LNPre", "RMS", "RMSPre")
     place = "pre" if norm is None else one_of("pre", "post", "both")
     shape = one_of(
@@ -344,8 +367,7 @@ def configs(draw: st.DrawFn) -> HookedTransformerConfig:
         {"gated_mlp": True, "gated_mlp_biases": one_of(True, False)},
         {},
     )
-    return native.config(
-        "plain",
+    return {
         **positions,
         **shape,
         **maybe(use_local_attn=True, window_size=one_of(1, 3, 40), attn_types=["local", "global"]),
@@ -356,15 +378,15 @@ def configs(draw: st.DrawFn) -> HookedTransformerConfig:
         **maybe(scale_attn_by_inverse_layer_idx=True),
         **maybe(tie_word_embeddings=True),
         **maybe(post_embedding_ln=True),
-        **maybe(final_rms=True) if norm in ("LN", "LNPre") else {},
+        **(maybe(final_rms=True) if norm in ("LN", "LNPre") else {}),
         **maybe(output_logits_soft_cap=3.0),
         **maybe(norm_weight_offset=1.0),
         **maybe(residual_scale=0.5, embed_scale=1.5, logit_scale=1.2),
-        normalization_type=norm,
-        norm_place=place,
-        n_key_value_heads=one_of(None, 1, 2, 4),
-        act_fn=one_of("gelu", "solu_ln", "silu", "xielu"),
-    )
+        "normalization_type": norm,
+        "norm_place": place,
+        "n_key_value_heads": one_of(None, 1, 2, 4),
+        "act_fn": one_of("gelu", "solu_ln", "silu", "xielu"),
+    }
 
 
 @st.composite
@@ -375,17 +397,17 @@ def chunkings(draw: st.DrawFn, length: int = native.LENGTH) -> list[int]:
 
 
 without_deadline = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
-@given(cfg=configs(), sizes=chunkings(), n_pad=st.integers(1, 5), seed=st.integers(0, 99))
+@given(fields=features(), sizes=chunkings(), n_pad=st.integers(1, 5), seed=st.integers(0, 99))
 @without_deadline
 @torch.no_grad()
 def test_any_config_agrees_by_hand_fused_explicit_chunked_and_padded(
-    cfg: HookedTransformerConfig, sizes: list[int], n_pad: int, seed: int
+    fields: dict[str, Any], sizes: list[int], n_pad: int, seed: int
 ) -> None:
-    model = native.of(cfg, seed)
+    model = native.build("plain", seed, **fields)
     tokens = native.tokens(1)
     expected = by_hand.logits(model, tokens)
     for way, run in WAYS.items():
@@ -401,7 +423,7 @@ def test_any_config_agrees_by_hand_fused_explicit_chunked_and_padded(
 
 @pytest.mark.parametrize("name", ["everything", "window_alibi", "sinks_window_grouped"])
 @given(sizes=chunkings(), pads=st.lists(st.integers(0, 11), min_size=3, max_size=3))
-@settings(without_deadline, max_examples=15)
+@settings(without_deadline, max_examples=10)
 @torch.no_grad()
 def test_any_chunking_of_any_padded_batch_agrees(
     name: str, sizes: list[int], pads: list[int]
@@ -414,12 +436,12 @@ def test_any_chunking_of_any_padded_batch_agrees(
             assert_close(logits[-len(row) :], model(row[None])[0])
 
 
-# --- no field is ignored ----------------------------------------------------------------------------
+# --- no field is ignored --------------------------------------------------------------------------
 
 ROTARY, WINDOW = native.ROTARY, native.WINDOW
-NTK = {"use_NTK_by_parts_rope": True, "NTK_original_ctx_len": 6, **ROTARY, "rotary_base": 50.0}
+NTK = {"use_NTK_by_parts_rope": True, "NTK_original_ctx_len": 40, **ROTARY, "rotary_base": 50.0}
 YARN = {
-    "use_yarn_rope": True, "yarn_factor": 4.0, "yarn_original_max_position_embeddings": 6,
+    "use_yarn_rope": True, "yarn_factor": 4.0, "yarn_original_max_position_embeddings": 40,
     "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.5, **ROTARY, "rotary_base": 50.0,
 }  # fmt: skip
 # field -> (what the model is like before, the field's other value)
@@ -457,9 +479,9 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "use_yarn_rope": (YARN, False),
     "yarn_factor": (YARN, 2.0),
     "yarn_attention_factor": (YARN, 1.2),
-    "yarn_beta_fast": (YARN, 4.0),
+    "yarn_beta_fast": (YARN, 1.0),
     "yarn_beta_slow": (YARN, 0.1),
-    "yarn_original_max_position_embeddings": (YARN, 12),
+    "yarn_original_max_position_embeddings": (YARN, 400),
     "yarn_truncate": (YARN, False),
     "yarn_global_attn_only": ({**YARN, **WINDOW}, True),
     "normalization_type": ({}, "RMS"),
@@ -517,7 +539,7 @@ def test_flipping_a_field_changes_the_logits_of_the_same_weights(field: str) -> 
         del common["unembed.W_U"]
     mutant.load_state_dict({**own, **common})
     difference = (mutant(native.tokens()) - model(native.tokens())).abs().max()
-    assert difference > 1e-3
+    assert difference > 4e-4  # 20 times the tolerance here
     assert_close(mutant(native.tokens()), by_hand.logits(mutant, native.tokens()))
 
 
@@ -530,13 +552,25 @@ def test_report_023_no_two_activations_are_the_same(changes: dict[str, Any]) -> 
     for other in ("gelu", "gelu_new", "relu", "silu", "quick_gelu", "relu2", "solu"):
         if other != changes["act_fn"]:
             mutant = native.build(act_fn=other)
-            assert (mutant(native.tokens()) - model(native.tokens())).abs().max() > 1e-3
+            assert (mutant(native.tokens()) - model(native.tokens())).abs().max() > 4e-4
     same = [native.build(act_fn=name) for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")]
     assert torch.equal(same[0](native.tokens()), same[1](native.tokens()))
     assert torch.equal(same[0](native.tokens()), same[2](native.tokens()))
 
 
-@every_variant
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "grouped_rotary", "qk_norm", "sinks", "sandwich", "post_norm", "post_embedding_ln"]
+    + [
+        "gated_biases",
+        "gated_solu_ln",
+        "xielu",
+        "parallel",
+        "attn_only",
+        "shortformer",
+        "everything",
+    ],
+)
 @torch.no_grad()
 def test_every_parameter_counts(name: str) -> None:
     """A parameter that is never read, or read in one path only, would show."""
@@ -553,7 +587,7 @@ def test_every_parameter_counts(name: str) -> None:
         parameter.copy_(kept)
     unturned = model.cfg.positional_embedding_type != "rotary" or name == "rotary_some_layers"
     plain_scores = unturned and not model.cfg.use_qk_norm and model.cfg.clip_qkv is None
-    if plain_scores and "softcap" not in name:
+    if plain_scores and model.cfg.attn_scores_soft_cap <= 0 and not model.cfg.use_attention_sinks:
         # softmax does not see what a key bias adds to all scores of a query
         inert -= {
             (bias, way) for bias in ("attn.b_K", "attn._b_K") for way in ("fused", "explicit")

@@ -378,6 +378,20 @@ def test_report_043_a_frozen_prefix_serves_many_generations(kind: str) -> None:
     assert cache.length == 6
 
 
+def test_a_frozen_prefix_may_be_padded() -> None:
+    model = build("rotary_window")
+    _, ids, mask = loud.ragged([4, 6])
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_kv_cache=cache)
+    cache.freeze()
+    out = model.generate(loud.tokens(2, 2, 9), 6, past_kv_cache=cache, **GREEDY)
+    whole = torch.cat((ids, loud.tokens(2, 2, 9)), 1)
+    whole_mask = torch.cat((mask, torch.ones(2, 2, dtype=torch.long)), 1)
+    expected = model.generate(whole, 6, attention_mask=whole_mask, **GREEDY)
+    assert torch.equal(out, expected[:, 6:])
+
+
 def test_a_full_mask_over_prefix_and_prompt_is_accepted() -> None:
     model, cache = build(), frozen_prefix(build(), loud.tokens(1, 4))
     _, ids, mask = loud.ragged([3, 5])

@@ -119,6 +119,15 @@ def test_report_049_a_window_is_crossed_by_a_shared_prefix_and_ragged_suffixes()
         close(out[i : i + 1, -row.shape[1] :], alone)
 
 
+@pytest.mark.parametrize("kind", ["window", "rotary_window", "alibi_window"])
+def test_report_011_a_query_sees_as_many_keys_as_the_window_is_wide(kind: str) -> None:
+    model, ids = loud.build(kind), loud.tokens(1, 9)
+    cache = filled(model, ids[:, :3])
+    _, seen = model.run_with_cache(ids[:, 3:], past_kv_cache=cache)
+    assert seen["pattern", 0][0, 0].ne(0).sum(-1).tolist() == [4] * 6
+    assert seen["pattern", 1][0, 0].ne(0).sum(-1).tolist() == [4, 5, 6, 7, 8, 9]
+
+
 def test_bf16_caches_bf16_and_agrees_with_one_pass() -> None:
     model, ids = loud.build("rotary_gqa", dtype="bfloat16"), loud.tokens(2, 16)
     cache = empty_cache(model, 2)
@@ -551,6 +560,8 @@ def test_clone_crop_and_expand_are_copies() -> None:
     cache = filled(model, ids)
     before = contents(cache)
     clone, cropped, wide = cache.clone(), cache.crop(5), cache.expand(3)
+    places = {c[0]._keys.untyped_storage().data_ptr() for c in (cache, clone, cropped, wide)}
+    assert len(places) == 4
     run(model, loud.tokens(1, 2), past_kv_cache=clone)
     assert (clone.length, cropped.length, wide.length) == (10, 5, 8)
     assert torch.equal(cropped[1].past_keys, cache[1].past_keys[:, :5])
@@ -577,6 +588,7 @@ def test_copies_keep_padding_freezing_and_room() -> None:
     assert cache.crop(4).previous_attention_mask.tolist() == mask[:, :4].tolist()
     assert cache.expand(4).previous_attention_mask.tolist() == mask.repeat_interleave(2, 0).tolist()
     branch = cache.branch(2, max_len=4)
+    assert branch.previous_attention_mask.tolist() == mask.tolist()
     run(model, loud.tokens(2, 1), past_kv_cache=branch)
     copy = branch.clone()
     run(model, loud.tokens(2, 3), past_kv_cache=copy)

@@ -749,7 +749,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         save_pretrained(model, tmp_path)
     with pytest.raises(ValueError, match=r"softcap=5\.0"):
         save_pretrained(native(attn_scores_soft_cap=5.0), tmp_path)
-    with pytest.raises(ValueError, match="folded"):
+    with pytest.raises(ValueError, match="fold_ln"):
         to_hf_state_dict(native(normalization_type="LNPre"))
     assert not list(tmp_path.iterdir())
 

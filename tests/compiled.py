@@ -1,0 +1,50 @@
+"""Compiles models and prints, as JSON, how far they are from what they were before.
+
+    python tests/compiled.py BACKEND VARIANT…
+
+A process of its own: compilers cannot trace the run-time checks of shapes that pytest switches on.
+"""
+
+import json
+import sys
+import warnings
+
+import native
+import torch
+
+warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
+
+
+def differences(name: str, backend: str) -> dict[str, float]:
+    """The largest difference of logits, and of gradients, by situation; and how many graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = native.build(name)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    tokens = native.tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    found = {}
+
+    def compare(situation: str, **arguments: object) -> None:
+        ours, theirs = compiled(tokens, **arguments), model(tokens, **arguments)
+        where = arguments.get("attention_mask", torch.ones_like(tokens)).bool()
+        found[situation] = (ours - theirs)[where].abs().max().item()
+
+    gradients = []
+    for each in (compiled, model):
+        each(tokens, return_type="loss").backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    pairs = zip(*gradients, strict=True)
+    found["gradients"] = max((a - b).abs().max().item() for a, b in pairs)
+    with torch.no_grad():
+        compare("no_grad")
+        compare("padded", attention_mask=mask)
+    found["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({name: differences(name, sys.argv[1]) for name in sys.argv[2:]}))
