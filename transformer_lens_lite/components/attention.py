@@ -202,15 +202,10 @@ class Attention(Component):
         mask: Mask,
     ) -> HeadsFirst:
         """One kernel for scores, softmax and the weighted sum."""
-        bias = None if mask.is_causal else mask.bias
-        if mask.dead is not None and bias is not None:
-            bias = bias.masked_fill(
-                mask.dead, 0.0
-            )  # a row of -inf would be NaN, forward or backward
+        bias = None if mask.is_causal else mask.finite_bias
         if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
-            grouped = q.reshape(
-                q.shape[0], k.shape[1], -1, q.shape[3]
-            )  # one query: heads are its rows
+            # a single query: the heads that share keys are the rows of one matrix
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
             z = F.scaled_dot_product_attention(grouped, k, v, scale=self.spec.scale).view(q.shape)
         else:
             z = F.scaled_dot_product_attention(

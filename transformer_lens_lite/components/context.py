@@ -6,7 +6,8 @@ and no method needs ten parameters.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,17 +20,61 @@ from transformer_lens_lite.kv_cache import KeyValueCache, Segment
 T = TypeVar("T")
 
 
-class Mask(NamedTuple):
-    """Who may look at whom, in the forms attention wants.
+class Mask:
+    """Who may look at whom, in the forms attention wants, each made when first asked for.
 
-    `is_causal`: the plain lower triangle, needing no tensor on the fused path. `bias`: added to
-    scores, -inf where hidden. `dead`: queries that see nothing at all (padding); their pattern is
-    zero.
+    Args:
+        is_causal: the plain lower triangle over the input itself: fused kernels know it by name.
+        visible: makes [row, pos, key_pos], True where a query may look; None: everywhere.
+        distance: makes [row, head, pos, key_pos] to add to scores (ALiBi); None: nothing.
+        has_padding: some queries may see nothing at all.
     """
 
-    is_causal: bool
-    bias: Float[Tensor, "row head pos key_pos"] | None
-    dead: Bool[Tensor, "row 1 pos 1"] | None
+    def __init__(
+        self,
+        is_causal: bool,
+        visible: Callable[[], Bool[Tensor, "row pos key_pos"]] | None,
+        distance: Callable[[], Float[Tensor, "row head pos key_pos"]] | None,
+        has_padding: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.is_causal = is_causal
+        self._visible = visible
+        self._distance = distance
+        self._has_padding = has_padding
+        self._dtype = dtype
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "row 1 pos key_pos"] | None:
+        """True where a query may look; None: everywhere."""
+        return None if self._visible is None else self._visible()[:, None]
+
+    @cached_property
+    def bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
+        """What is added to scores: -inf where hidden, and the distance penalty."""
+        if self.visible is None:
+            hidden = None
+        else:
+            hidden = torch.zeros(self.visible.shape, dtype=self._dtype, device=self.visible.device)
+            hidden = hidden.masked_fill(~self.visible, -math.inf)
+        if self._distance is None:
+            return hidden
+        distance = self._distance().to(self._dtype)
+        return distance if hidden is None else distance + hidden
+
+    @cached_property
+    def dead(self) -> Bool[Tensor, "row 1 pos 1"] | None:
+        """Queries that see nothing (padding): their pattern is zero. None: there are none."""
+        if not self._has_padding or self.visible is None:
+            return None
+        return ~self.visible.any(-1, keepdim=True)
+
+    @cached_property
+    def finite_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
+        """`bias` without rows of -inf alone, whose softmax would be NaN, forward or backward."""
+        if self.bias is None or self.dead is None:
+            return self.bias
+        return self.bias.masked_fill(self.dead, 0.0)
 
 
 class ForwardContext:
@@ -139,18 +184,19 @@ class ForwardContext:
         return self._once(kind, lambda: self._make_mask(*kind))
 
     def _make_mask(self, causal: bool, window: int | None, alibi_heads: int | None) -> Mask:
-        plain = window is None and self.attention_mask is None and alibi_heads is None
-        if plain and (self.n_new == 1 or not causal):
-            return Mask(False, None, None)
-        visible = self._visible(causal, window)
-        dead = None
-        if self.attention_mask is not None:
-            dead = ~visible.any(-1)[:, None, :, None]
-        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        bias = bias.masked_fill(~visible, -math.inf)[:, None]
-        if alibi_heads is not None:
-            bias = bias + self._alibi(alibi_heads).to(self.dtype)
-        return Mask(plain and self.n_past == 0, bias, dead)
+        padded = self.attention_mask is not None
+        bites = (causal and self.n_new > 1) or window is not None or padded
+        return Mask(
+            is_causal=bites
+            and window is None
+            and not padded
+            and not alibi_heads
+            and not self.n_past,
+            visible=partial(self._visible, causal, window) if bites else None,
+            distance=partial(self._alibi, alibi_heads) if alibi_heads is not None else None,
+            has_padding=padded,
+            dtype=self.dtype,
+        )
 
     def _visible(self, causal: bool, window: int | None) -> Bool[Tensor, "row pos key_pos"]:
         slots = torch.arange(self.n_keys, device=self.device)
