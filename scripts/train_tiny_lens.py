@@ -60,12 +60,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sinusoids(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:
-    """Waves with periods from 2 pi to 2 pi n_ctx: a shift by one position is a rotation.
+    """Waves of many frequencies up to pi: a shift by one position is a rotation.
 
     Starting the learned positions here lets one head find "the previous token" at every position
-    at once, and induction heads, which build on it, appear much earlier.
+    at once, and induction heads, which build on it, appear much earlier. Half of the waves are
+    fast, which tells neighbours apart.
     """
-    frequencies = n_ctx ** -torch.linspace(0, 1, d_model // 2)  # d_model/2
+    frequencies = torch.pi * torch.linspace(0, 1, d_model // 2) ** 2  # d_model/2
     angles = torch.arange(n_ctx)[:, None] * frequencies  # pos d_model/2
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 

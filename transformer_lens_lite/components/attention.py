@@ -93,8 +93,9 @@ class Attention(Component):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in self.W_names:  # assign=True keeps any layout
-            parameter = self.get_parameter(name)
-            parameter.data = matmul_ready(parameter.data)
+            parameter = self._parameters.get(name)
+            if parameter is not None:  # parametrised ones are elsewhere
+                parameter.data = matmul_ready(parameter.data)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
         self.joined = JoinedProjection()  # do not keep the memory the parameters are leaving
@@ -134,8 +135,8 @@ class Attention(Component):
         if self.may_join() and query_input is key_input and key_input is value_input:
             parameters: dict[str, Any] = self._parameters
             joined = self.joined.of(
-                [parameters[name] for name in self.W_names],
-                [parameters[name] for name in self.b_names],
+                [parameters.get(name) for name in self.W_names],
+                [parameters.get(name) for name in self.b_names],
             )
             if joined is not None:
                 n, kv, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head

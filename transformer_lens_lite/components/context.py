@@ -6,7 +6,7 @@ and no method needs ten parameters.
 
 import math
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,22 @@ from transformer_lens_lite.kv_cache import KeyValueCache, Segment
 T = TypeVar("T")
 
 
-class Mask:
+class Memo:
+    """Something that works values out once.
+
+    Not functools.cached_property: that takes a lock, which a compiled graph cannot.
+    """
+
+    def __init__(self) -> None:
+        self._memo: dict[object, object] = {}
+
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]  # type: ignore[return-value]
+
+
+class Mask(Memo):
     """Who may look at whom, in the forms attention wants, each made when first asked for.
 
     Args:
@@ -38,23 +53,27 @@ class Mask:
         has_padding: bool,
         dtype: torch.dtype,
     ) -> None:
+        super().__init__()
         self.is_causal = is_causal
         self._visible = visible
         self._distance = distance
         self._has_padding = has_padding
         self._dtype = dtype
 
-    @cached_property
+    @property
     def visible(self) -> Bool[Tensor, "row 1 pos key_pos"] | None:
         """True where a query may look; None: everywhere."""
-        return None if self._visible is None else self._visible()[:, None]
+        make = self._visible
+        return None if make is None else self._once("visible", lambda: make()[:, None])
 
-    @cached_property
+    @property
     def bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         """What is added to scores: -inf where hidden, and the distance penalty."""
-        if self.visible is None:
-            hidden = None
-        else:
+        return self._once("bias", self._make_bias)
+
+    def _make_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
+        hidden = None
+        if self.visible is not None:
             hidden = torch.zeros(self.visible.shape, dtype=self._dtype, device=self.visible.device)
             hidden = hidden.masked_fill(~self.visible, -math.inf)
         if self._distance is None:
@@ -62,22 +81,22 @@ class Mask:
         distance = self._distance().to(self._dtype)
         return distance if hidden is None else distance + hidden
 
-    @cached_property
+    @property
     def dead(self) -> Bool[Tensor, "row 1 pos 1"] | None:
         """Queries that see nothing (padding): their pattern is zero. None: there are none."""
-        if not self._has_padding or self.visible is None:
-            return None
-        return ~self.visible.any(-1, keepdim=True)
+        visible = self.visible if self._has_padding else None
+        return None if visible is None else self._once("dead", lambda: ~visible.any(-1, True))
 
-    @cached_property
+    @property
     def finite_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         """`bias` without rows of -inf alone, whose softmax would be NaN, forward or backward."""
-        if self.bias is None or self.dead is None:
-            return self.bias
-        return self.bias.masked_fill(self.dead, 0.0)
+        bias, dead = self.bias, self.dead
+        if bias is None or dead is None:
+            return bias
+        return self._once("finite", lambda: bias.masked_fill(dead, 0.0))
 
 
-class ForwardContext:
+class ForwardContext(Memo):
     """Positions, masks and cache of one forward over `pos` new positions.
 
     Args:
@@ -98,6 +117,7 @@ class ForwardContext:
         cache: KeyValueCache | None = None,
         shortformer_pos_embed: Float[Tensor, "row pos d_model"] | None = None,
     ) -> None:
+        super().__init__()
         self.batch = batch
         self.n_new = n_new
         self.n_past = past_length
@@ -107,12 +127,6 @@ class ForwardContext:
         self.attention_mask = attention_mask
         self.cache = cache
         self.shortformer_pos_embed = shortformer_pos_embed
-        self._memo: dict[object, object] = {}
-
-    def _once(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]  # type: ignore[return-value]
 
     # -- positions --
 

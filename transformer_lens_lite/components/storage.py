@@ -89,10 +89,13 @@ class JoinedProjection:
         return JoinedProjection, ()
 
     def of(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor]
+        self, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
     ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
         """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
-        places = [parameter.data_ptr() for parameter in (*weights, *biases)]
+        try:
+            places = [parameter.data_ptr() for parameter in (*weights, *biases)]
+        except (RuntimeError, AttributeError):
+            return None  # tensors of torch.func have no memory; parametrised weights are elsewhere
         if places != self.places:
             weight, bias = side_by_side(weights), side_by_side(biases)
             self.views = None
