@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from transformer_lens_lite import HookedTransformer
-from transformer_lens_lite.__main__ import main
-from transformer_lens_lite.demo import BOXED_PROMPT, Demo, report, run
+from transformer_lens_lite.__main__ import BOXED_PROMPT, main
+from transformer_lens_lite.demo import Demo, report, run
 from transformer_lens_lite.demo_page import html_page
 
 

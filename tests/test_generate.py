@@ -318,6 +318,7 @@ def test_report_060_sampling_sees_what_hugging_faces_processors_leave(
 def test_a_frequency_penalty_counts_prompt_and_new_tokens_but_no_padding() -> None:
     model = build("standard")
     rows, ids, mask = loud.ragged([3, 6])
+    ids[mask == 0] = model.generate(rows[0], 1, **GREEDY)[0, -1]  # padding with what comes next
     out = model.generate(ids, 8, attention_mask=mask, freq_penalty=0.7, **GREEDY)
     for i, row in enumerate(rows):
         alone = row

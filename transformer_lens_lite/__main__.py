@@ -4,29 +4,35 @@ import argparse
 import sys
 from pathlib import Path
 
+BOXED_PROMPT = "When Mary and John went to the store, John gave a drink to"
+PLAIN_PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
+
+
+def show(model_name: str, prompt: str | None, page: Path | None) -> None:
+    """Load, run, print, and write the page. ValueError for a model without a tokenizer."""
+    from transformer_lens_lite.demo import report, run
+    from transformer_lens_lite.demo_page import html_page
+    from transformer_lens_lite.model import HookedTransformer
+
+    model = HookedTransformer.from_pretrained_no_processing(model_name)
+    if model.tokenizer is None:
+        raise ValueError(f"{model_name} has no tokenizer, and the demo starts from a text")
+    demo = run(model, prompt or (BOXED_PROMPT if model_name == "tiny-lens" else PLAIN_PROMPT))
+    print(report(demo))
+    if page is not None:
+        page.write_text(html_page(demo), encoding="utf-8")
+        print(f"\nThe same as pictures: {page}")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; 1 and one line on stderr when the model cannot be loaded or run."""
     parser = argparse.ArgumentParser(prog="python -m transformer_lens_lite", description=__doc__)
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="tiny-lens",
-        help="the model in the box, a folder, or a name on the hub",
-    )
-    parser.add_argument("prompt", nargs="?", help="what to run it on")
-    parser.add_argument(
-        "--page",
-        type=Path,
-        default=Path("demo.html"),
-        metavar="FILE",
-        help="where the HTML page goes (default: %(default)s)",
-    )
-    parser.add_argument("--no-page", action="store_true", help="print only")
+    add = parser.add_argument
+    add("model", nargs="?", default="tiny-lens", help="a folder or a hub name (%(default)s)")
+    add("prompt", nargs="?", help="what to run it on")
+    add("--page", type=Path, default=Path("demo.html"), help="where the page goes (%(default)s)")
+    add("--no-page", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-
-    from transformer_lens_lite.demo import show
-
     try:
         show(options.model, options.prompt, None if options.no_page else options.page)
     except (ValueError, OSError) as error:

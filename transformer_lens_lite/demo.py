@@ -6,7 +6,6 @@ Each function works something out and returns plain data; `report` says it on a 
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
-BOXED_PROMPT = "When Mary and John went to the store , John gave a drink to"
-PLAIN_PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
 SHADES = " ░▒▓█"
 
 
@@ -302,26 +299,3 @@ def reuse_text(reuse: PrefixReuse) -> str:
             f"{reuse.speed_up:.1f} times faster, logits equal to {reuse.difference:.0e}",
         ]
     )
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def default_prompt(model_name: str) -> str:
-    """A sentence the model in the box has something to say about, or one for any model."""
-    return BOXED_PROMPT if model_name == "tiny-lens" else PLAIN_PROMPT
-
-
-def show(model_name: str, prompt: str | None, page: Path | None) -> Demo:
-    """Load, run, print, and write the page."""
-    from transformer_lens_lite.demo_page import html_page
-
-    model = HookedTransformer.from_pretrained_no_processing(model_name)
-    if model.tokenizer is None:
-        raise ValueError(f"{model_name} has no tokenizer, and the demo starts from a text")
-    demo = run(model, prompt or default_prompt(model_name))
-    print(report(demo))
-    if page is not None:
-        page.write_text(html_page(demo), encoding="utf-8")
-        print(f"\nThe same as pictures: {page}")
-    return demo

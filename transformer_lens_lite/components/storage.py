@@ -7,6 +7,7 @@ views themselves.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -89,7 +90,7 @@ class JoinedProjection:
         return JoinedProjection, ()
 
     def of(
-        self, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+        self, weights: Sequence[Any], biases: Sequence[Any]
     ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
         """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
         try:
