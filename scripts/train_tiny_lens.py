@@ -31,6 +31,7 @@ WINDOWS = (32, 64, 128, N_CTX)
 REPEATS = 0.25  # fraction of the documents that are repeated random tokens
 # Induction heads appear within 200 steps when nothing else is asked for, and then stay; among
 # sentences they take ten times as long.
+SPREAD = 6.0
 ONLY_REPEATS_STEPS = 300
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
@@ -101,7 +102,7 @@ def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
     The length varies freely, short more often than long: from a few fixed lengths the model would
     learn to look back by those.
     """
-    n_special, length = len(language.SPECIAL_TOKENS), int(4 * 25 ** rng.random())
+    n_special, length = len(language.SPECIAL_TOKENS), int(4 * SPREAD ** rng.random())
     period = rng.sample(range(n_special, d_vocab), length)
     return period * rng.randint(2, max(2, 100 // length))
 

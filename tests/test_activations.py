@@ -696,3 +696,15 @@ def test_the_repr_counts_and_weighs() -> None:
     assert f"{len(cache) - 10} more" in text
     assert len(text.splitlines()) == 12
     assert "without batch axis" in repr(cache.apply_slice_to_batch_dim(0))
+
+
+def test_editing_the_output_leaves_the_cache_alone() -> None:
+    model = loud.build()
+    logits, cache = model.run_with_cache(loud.tokens(2, 6))
+    kept = cache["unembed.hook_out"].clone()
+    logits.fill_(0)
+    assert torch.equal(cache["unembed.hook_out"], kept)
+    residual, cache = model.run_with_cache(loud.tokens(2, 6), stop_at_layer=2)
+    kept = cache["resid_post", 1].clone()
+    residual.fill_(0)
+    assert torch.equal(cache["resid_post", 1], kept)

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +37,15 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         )
 
 
+def listening_to_all(model: HookedTransformer, optional: bool = False) -> list[tuple[str, Any]]:
+    """Hooks that only look: at every point, the optional ones too if asked."""
+    return [
+        (name, lambda value, hook: None)
+        for name, point in model.hook_dict.items()
+        if not point.optional or (optional and not name.endswith("attn_in"))
+    ]
+
+
 def left_padding() -> Tensor:
     mask = torch.ones_like(native.tokens())
     mask[0, :5] = 0
@@ -54,9 +62,8 @@ def test_gradients_are_equal_fused_explicit_and_split_and_reach_every_parameter(
     expected = {n for n, p in model.named_parameters() if p.requires_grad}
     assert fused.keys() == expected
     assert {n.split(".")[-1] for n, g in fused.items() if not g.any()} <= {"W_pos"}
-    optional = [n for n in model.hook_dict if not n.endswith("attn_in")]
-    for points in ("*", optional):
-        with model.hooks(fwd_hooks=[(points, lambda value, hook: None)]):
+    for optional in (False, True):
+        with model.hooks(fwd_hooks=listening_to_all(model, optional)):
             assert_same_gradients(gradients(model), fused)
 
 
@@ -64,7 +71,7 @@ def test_gradients_are_equal_fused_explicit_and_split_and_reach_every_parameter(
 def test_gradients_of_a_padded_batch_are_equal_fused_and_explicit(name: str) -> None:
     model = native.build(name)
     fused = gradients(model, attention_mask=left_padding())
-    with model.hooks(fwd_hooks=[("*", lambda value, hook: None)]):
+    with model.hooks(fwd_hooks=listening_to_all(model)):
         assert_same_gradients(gradients(model, attention_mask=left_padding()), fused)
     other = native.tokens().clone()
     other[0, :5] = 3  # what stands in the padding does not matter
@@ -110,8 +117,7 @@ def test_report_154_gradcheck_in_double_precision(name: str, listening: bool) ->
         state = dict(zip(names, changed, strict=True))
         return torch.func.functional_call(model, state, (tokens,), {"return_type": "loss"})
 
-    points = "*" if listening else []
-    with model.hooks(fwd_hooks=[(points, lambda value, hook: None)]):
+    with model.hooks(fwd_hooks=listening_to_all(model) if listening else []):
         inputs = tuple(p.detach().clone().requires_grad_() for p in parameters)
         assert torch.autograd.gradcheck(loss, inputs, fast_mode=True, eps=1e-6, atol=1e-4)
 
@@ -206,7 +212,7 @@ def test_report_154_eight_sequences_are_memorised_in_200_steps(name: str) -> Non
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if loss < 0.05:
+        if loss < 0.01:
             break
     assert loss < 0.1
     with torch.no_grad():
@@ -296,7 +302,7 @@ def test_report_146_a_hundred_seeds_give_finite_and_different_weights() -> None:
         assert all(p.isfinite().all() for p in model.parameters())
         with torch.no_grad():
             assert model(native.tokens()).isfinite().all()
-        sums.add(float(model.W_E.sum()))
+        sums.add(float(model.W_E.detach().sum()))
     assert len(sums) == 100
 
 
@@ -321,11 +327,6 @@ def test_report_146_a_seed_fixes_the_weights_and_no_seed_follows_the_global_one(
 
 def test_report_146_without_a_seed_nothing_global_is_reset() -> None:
     torch.manual_seed(11)
-    random.seed(11)
-    expected = random.random()
-    random.seed(11)
-    native.config()
-    assert random.random() == expected
     drawn = torch.rand(1)
     torch.manual_seed(11)
     native.config()
@@ -337,7 +338,7 @@ def test_init_weights_draws_anew_and_can_be_left_out() -> None:
     loud = model.W_E.detach().clone()
     model.init_weights()
     assert not torch.equal(model.W_E, loud)
-    assert model.W_E.std() == pytest.approx(0.8 / math.sqrt(14), rel=0.2)
+    assert model.W_E.detach().std() == pytest.approx(0.8 / math.sqrt(14), rel=0.2)
     cfg = native.config(init_weights=False)
     HookedTransformer(cfg).load_state_dict(model.state_dict())
 

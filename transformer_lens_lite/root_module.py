@@ -359,6 +359,7 @@ class HookedRootModule(Component):
                         f"return_type='loss'; got {got}"
                     )
                 output.backward()
+        keep.part_from(output)
         return output, keep.cache
 
 
@@ -382,6 +383,16 @@ class _Keep:
         self.remove_batch_dim = remove_batch_dim
         self.pos_slice = pos_slice
         self.clones = True
+
+    def part_from(self, output: Any) -> None:
+        """Copy what shares memory with the run's output, which its owner is free to edit."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        given_away = {
+            tensor.untyped_storage().data_ptr() for tensor in outputs if isinstance(tensor, Tensor)
+        }
+        for name, kept in self.cache.items():
+            if kept.untyped_storage().data_ptr() in given_away:
+                self.cache[name] = kept.clone()
 
     def activation(self, tensor: Tensor, hook: HookPoint) -> None:
         """The forward hook."""
