@@ -31,7 +31,8 @@ WINDOWS = (32, 64, 128, N_CTX)
 REPEATS = 0.25  # fraction of the documents that are repeated random tokens
 # Induction heads appear within 200 steps when nothing else is asked for, and then stay; among
 # sentences they take ten times as long.
-SPREAD = 6.0
+SPREAD = 25.0
+POS_SCALE = 1.0
 ONLY_REPEATS_STEPS = 300
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
@@ -89,7 +90,11 @@ def build_model(d_vocab: int, seed: int) -> HookedTransformer:
     )
     model = HookedTransformer(cfg)
     scale = model.embed.W_E.std().item()
-    model.pos_embed.W_pos.data = scale * sinusoids(N_CTX, D_MODEL)
+    model.pos_embed.W_pos.data = POS_SCALE * scale * sinusoids(N_CTX, D_MODEL)
+    model.pos_embed.W_pos.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.W_K.data.copy_(block.attn.W_Q.data)
+        block.attn.W_O.data.copy_(block.attn.W_V.data.transpose(1, 2))
     return model
 
 

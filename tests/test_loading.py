@@ -448,7 +448,7 @@ def test_a_config_that_lies(folder: Path) -> None:
         ({"tie_word_embeddings": True}, "lm_head.weight .* differs from model.embed_tokens.weight"),
         ({"rms_norm_eps": float("nan")}, r"config\.json: 'rms_norm_eps' must be a finite number"),
         ({"model_type": "gpt2"}, r"config\.json"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "angles that are no numbers"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "factor must be positive"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "angles that are no numb"),
         ({"attention_bias": True}, r"missing model\.layers\.0\.self_attn\.q_proj\.bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),

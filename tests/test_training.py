@@ -202,8 +202,8 @@ def test_report_154_eight_sequences_are_memorised_in_200_steps(name: str) -> Non
         **{**native.SIZES, **native.VARIANTS[name], "d_model": 32, "d_mlp": 64, "seed": 0}
     )
     model = HookedTransformer(cfg)
-    tokens = native.tokens(8, 10)
-    tokens[:, 0] = torch.arange(8)  # so that the first token tells them apart
+    tokens = 8 + native.tokens(8, 10, d_vocab=15)
+    tokens[:, 0] = torch.arange(8)  # the first token tells them apart, and occurs nowhere else
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(200):
         loss = model(tokens, return_type="loss")

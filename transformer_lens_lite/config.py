@@ -26,6 +26,10 @@ POSITION_KINDS = ("standard", "rotary", "shortformer", "alibi", "none")
 INIT_MODES = (
     "gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP",
 )  # fmt: skip
+POSITIVE = (
+    "eps", "rotary_base", "rotary_scaling_factor", "NTK_by_parts_factor", "yarn_factor",
+    "embed_scale", "residual_scale", "logit_scale",
+)  # fmt: skip
 NORM_PLACES = ("pre", "post", "both")
 DTYPES = {
     "float32": torch.float32,
@@ -48,8 +52,10 @@ def closest(name: str, known: Iterable[str], n: int = 3) -> str:
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A torch dtype from itself, "bf16", "float32", "torch.float16" …; ValueError otherwise."""
     if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, got {dtype}")
         return dtype
-    name = dtype.removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {sorted(DTYPES)}")
     return DTYPES[name]
@@ -307,10 +313,14 @@ class HookedTransformerConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
-        for name in ("eps", "rotary_base", "embed_scale", "residual_scale", "logit_scale"):
+        for name in POSITIVE:
             value = getattr(self, name)
             if not value > 0 or value == float("inf"):  # NaN is not > 0
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
+        for name, none in (("clip_qkv", None), ("rotary_base_local", None), ("attn_scale", -1.0)):
+            value = getattr(self, name)
+            if value != none and not value > 0:
+                raise ValueError(f"{name} must be {none} or a positive number, got {value!r}")
 
     def _fill_in_sizes(self) -> None:
         if self.n_heads == -1:
@@ -374,15 +384,21 @@ class HookedTransformerConfig:
                     f"rotary_dim={self.rotary_dim} must be even and at most d_head={self.d_head}"
                 )
             self.rotary_spec("global")  # raises on bad scaling parameters
-        elif self.rotary_layers is not None or self.rotary_scaling is not None:
+        elif given := list(self._rotary_scalings()) or self.rotary_layers and ["rotary_layers"]:
             raise ValueError(
-                "rotary_layers and rotary_scaling need positional_embedding_type='rotary', got "
+                f"{' and '.join(given)} without positional_embedding_type='rotary'; it is "
                 f"{self.positional_embedding_type!r}"
             )
         if self.tie_word_embeddings and self.d_vocab_out != self.d_vocab:
             raise ValueError(
                 f"tie_word_embeddings=True needs d_vocab_out={self.d_vocab_out} == "
                 f"d_vocab={self.d_vocab}"
+            )
+        shares_keys = kv not in (None, self.n_heads) and not self.ungroup_grouped_query_attention
+        if self.use_attn_in and shares_keys:
+            raise ValueError(
+                f"use_attn_in=True needs as many key as query heads: n_key_value_heads={kv}, "
+                f"n_heads={self.n_heads}; use_split_qkv_input has no such limit"
             )
         if self.use_attention_sinks and self.attn_scores_soft_cap > 0:
             raise ValueError("use_attention_sinks and attn_scores_soft_cap > 0 cannot be combined")
@@ -436,10 +452,14 @@ class HookedTransformerConfig:
         return RotarySpec(self.rotary_dim, float(base), self.rotary_adjacent_pairs, scaling)
 
     def _rotary_scaling_parameters(self) -> tuple[dict[str, Any] | None, bool]:
-        """The scaling in force and whether local layers go without it.
+        """The scaling in force and whether local layers go without it."""
+        given = self._rotary_scalings()
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together; use one")
+        return next(iter(given.values()), (None, False))
 
-        The classic flags are one way to write `rotary_scaling`; giving two of them is an error.
-        """
+    def _rotary_scalings(self) -> dict[str, tuple[dict[str, Any], bool]]:
+        """By the field that asks for it: the classic flags say what `rotary_scaling` could."""
         given: dict[str, tuple[dict[str, Any], bool]] = {}
         if self.rotary_scaling is not None:
             given["rotary_scaling"] = (self.rotary_scaling, self.rotary_scaling_global_only)
@@ -466,9 +486,7 @@ class HookedTransformerConfig:
                 "truncate": self.yarn_truncate,
             }
             given["use_yarn_rope"] = (yarn, self.yarn_global_attn_only)
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given together; use one")
-        return next(iter(given.values()), (None, False))
+        return given
 
     def norm_spec(self, width: int | None = None, kind: str | None = None) -> NormSpec | None:
         """The spec of this model's norm, or of a norm of another `kind` or `width`; None: no

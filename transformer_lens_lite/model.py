@@ -1,5 +1,6 @@
 """HookedTransformer: a decoder whose every intermediate value has a name."""
 
+import copy
 import itertools
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
                 "to load a "
                 "checkpoint by name use HookedTransformer.from_pretrained(name)"
             )
-        self.cfg = HookedTransformerConfig.unwrap(cfg)
+        # a copy: casting or untying one model must not change the config of another
+        self.cfg = copy.copy(HookedTransformerConfig.unwrap(cfg))
         self.set_tokenizer(tokenizer, default_padding_side)
         self._vocabulary_from_tokenizer()
         # what a loaded checkpoint's config said, for writing it back; None for models made here

@@ -195,6 +195,8 @@ def scaling_from_dict(parameters: dict[str, Any] | None, rotary_dim: int) -> Rot
         raise ValueError(
             f"rotary_scaling of type {kind!r} does not use {unread}; it uses {sorted(known)}"
         )
+    if not values.get("factor", 1.0) > 0:
+        raise ValueError(f"rotary_scaling: factor must be positive, got {values['factor']!r}")
     for name in ("short_factor", "long_factor"):
         if name in known:
             values[name] = tuple(float(x) for x in values.get(name) or ())
