@@ -11,6 +11,8 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,17 +25,11 @@ from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
 from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
-N_LAYERS, N_HEADS, D_MODEL, N_CTX = 3, 4, 128, 256
-N_STEPS = 4000
-LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 2e-3, 100, 0.1, 2048
-# Short windows show a new circuit where to look, long ones carry it to all positions.
-WINDOWS = (32, 64, 128, N_CTX)
+N_LAYERS, N_HEADS, D_MODEL, D_MLP, N_CTX, ROTARY_BASE = 3, 4, 128, 320, 256, 100.0
+N_STEPS, FOCUSED_STEPS, ONLY_REPEATS_STEPS = 2400, 800, 300
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 3e-3, 100, 0.1, 3072
+FOCUSED_WINDOW = 192
 REPEATS = 0.25  # fraction of the documents that are repeated random tokens
-# Induction heads appear within 200 steps when nothing else is asked for, and then stay; among
-# sentences they take ten times as long.
-SPREAD = 25.0
-POS_SCALE = 1.0
-ONLY_REPEATS_STEPS = 300
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
 
@@ -61,82 +57,114 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 # The model
 
 
-def sinusoids(n_ctx: int, d_model: int) -> Float[Tensor, "pos d_model"]:
-    """Waves of many frequencies up to pi: a shift by one position is a rotation.
-
-    Starting the learned positions here lets one head find "the previous token" at every position
-    at once, and induction heads, which build on it, appear much earlier. Half of the waves are
-    fast, which tells neighbours apart.
-    """
-    frequencies = torch.pi * torch.linspace(0, 1, d_model // 2) ** 2  # d_model/2
-    angles = torch.arange(n_ctx)[:, None] * frequencies  # pos d_model/2
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
 def build_model(d_vocab: int, seed: int) -> HookedTransformer:
+    """A Llama-style model: rotary positions, RMS norms, gated MLPs, biases in attention only."""
     cfg = HookedTransformerConfig(
         n_layers=N_LAYERS,
         d_model=D_MODEL,
         n_ctx=N_CTX,
         d_head=D_MODEL // N_HEADS,
         n_heads=N_HEADS,
-        d_mlp=4 * D_MODEL,
+        d_mlp=D_MLP,
         d_vocab=d_vocab,
-        act_fn="gelu_new",
-        normalization_type="LN",
+        act_fn="silu",
+        gated_mlp=True,
+        normalization_type="RMS",
+        positional_embedding_type="rotary",
+        rotary_base=ROTARY_BASE,
         tie_word_embeddings=True,
         seed=seed,
         device="cpu",
     )
     model = HookedTransformer(cfg)
-    scale = model.embed.W_E.std().item()
-    model.pos_embed.W_pos.data = POS_SCALE * scale * sinusoids(N_CTX, D_MODEL)
-    model.pos_embed.W_pos.requires_grad_(False)
-    for block in model.blocks:
-        block.attn.W_K.data.copy_(block.attn.W_Q.data)
-        block.attn.W_O.data.copy_(block.attn.W_V.data.transpose(1, 2))
+    # Llama's format has no place for these.
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.b_in", "mlp.b_out", "b_U")):
+            parameter.requires_grad_(False)
+    look_one_back(model, head=0)
     return model
+
+
+@torch.no_grad()
+def look_one_back(model: HookedTransformer, head: int, strength: float = 3.0) -> None:
+    """Let one head of the first layer start out attending to the previous token.
+
+    Its query and key biases differ by a turn of one position, so their product is largest one
+    position back. Induction heads build on such a head; found by itself it takes ten times as long.
+    """
+    attn, half = model.blocks[0].attn, model.cfg.d_head // 2
+    turn = ROTARY_BASE ** (-torch.arange(half) / half)  # half
+    query = torch.zeros(2 * half)
+    query[:4] = strength  # the fastest channels, which tell neighbours apart
+    attn.b_Q[head] = query
+    attn.b_K[head] = torch.cat((query[:half] * turn.cos(), query[:half] * turn.sin()))
 
 
 # The data
 
 
-def repeated_ids(rng: random.Random, d_vocab: int) -> list[int]:
+def repeated_ids(rng: random.Random, d_vocab: int, longest: float = 100) -> list[int]:
     """Random tokens said over and over: what induction heads are for.
 
     The length varies freely, short more often than long: from a few fixed lengths the model would
     learn to look back by those.
     """
-    n_special, length = len(language.SPECIAL_TOKENS), int(4 * SPREAD ** rng.random())
-    period = rng.sample(range(n_special, d_vocab), length)
-    return period * rng.randint(2, max(2, 100 // length))
+    length = int(4 * (longest / 4) ** rng.random())
+    period = rng.sample(range(len(language.SPECIAL_TOKENS), d_vocab), length)
+    return period * (2 if length > 10 else rng.randint(2, 4))
 
 
-def document_ids(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, repeats: float
-) -> list[int]:
-    if rng.random() < repeats:
-        return repeated_ids(rng, len(tokenizer))
-    # Short documents teach the opening words, long ones the late positions.
-    n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
-    return tokenizer.encode(language.document(rng, n_sentences), verbose=False)
+# ids, from the end-of-text token on, and how much predicting each of them counts
+Document = tuple[list[int], list[int]]
 
 
-def window(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int, repeats: float
-) -> list[int]:
-    """Documents end to end, each after the end-of-text token, cut to the length."""
+def focused_document(rng: random.Random, tokenizer: PreTrainedTokenizerFast, step: int) -> Document:
+    """A text of which only what an induction or an indirect-object circuit predicts counts."""
+    if step < ONLY_REPEATS_STEPS or rng.random() < 0.5:
+        ids = repeated_ids(rng, len(tokenizer), longest=min(100, 20 + step / 4))
+        unforeseen = ids.index(ids[0], 1) + 1  # the first period, and that it starts again
+        weights = [0] * unforeseen + [1] * (len(ids) - unforeseen)
+    else:
+        ids = tokenizer.encode(language.indirect_object_sentence(rng))
+        weights = [0] * (len(ids) - 2) + [1, 0]
+    return [tokenizer.bos_token_id, *ids], [0, *weights]
+
+
+def plain_document(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
+    """A text of the language, or repeated random tokens."""
+    if rng.random() < REPEATS:
+        ids = repeated_ids(rng, len(tokenizer))
+    else:
+        # Short documents teach the opening words, long ones the late positions.
+        n_sentences = rng.choice([1, 1, 2, 4, 8, 24])
+        ids = tokenizer.encode(language.document(rng, n_sentences), verbose=False)
+    return [tokenizer.bos_token_id, *ids], [1] * (len(ids) + 1)
+
+
+def window(document: Callable[[], Document], length: int) -> Document:
+    """Documents end to end, cut to the length."""
     ids: list[int] = []
+    weights: list[int] = []
     while len(ids) < length:
-        ids += [tokenizer.bos_token_id, *document_ids(rng, tokenizer, repeats)]
-    return ids[:length]
+        new_ids, new_weights = document()
+        ids, weights = ids + new_ids, weights + new_weights
+    return ids[:length], weights[:length]
 
 
 def get_batch(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, length: int, repeats: float
-) -> Int[Tensor, "batch pos"]:
-    n_windows = TOKENS_PER_STEP // length
-    return torch.tensor([window(rng, tokenizer, length, repeats) for _ in range(n_windows)])
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, step: int
+) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch next_pos"]]:
+    """Tokens, and how much predicting each of the next ones counts.
+
+    The first steps count only tokens that the two circuits predict, and of those at first only
+    repeats, from short to long: among all the rest the signal would drown.
+    """
+    if step < FOCUSED_STEPS:
+        length, document = FOCUSED_WINDOW, partial(focused_document, rng, tokenizer, step)
+    else:
+        length, document = N_CTX, partial(plain_document, rng, tokenizer)
+    rows = [window(document, length) for _ in range(TOKENS_PER_STEP // length)]
+    return torch.tensor([ids for ids, _ in rows]), torch.tensor([w for _, w in rows]).float()[:, 1:]
 
 
 # Training
@@ -165,9 +193,9 @@ def train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int,
     optimizer = build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, n_steps))
     for step in range(n_steps):
-        repeats = 1.0 if step < ONLY_REPEATS_STEPS else REPEATS
-        batch = get_batch(rng, tokenizer, rng.choice(WINDOWS), repeats)
-        loss = model(batch, return_type="loss")
+        tokens, weights = get_batch(rng, tokenizer, step)
+        losses = model(tokens, return_type="loss", loss_per_token=True)  # batch pos-1
+        loss = (losses * weights).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -262,7 +290,9 @@ def evaluate_repeats(model, tokenizer: PreTrainedTokenizerFast, length: int = 50
 @torch.no_grad()
 def evaluate(model, tokenizer: PreTrainedTokenizerFast) -> dict:
     rng = random.Random(HELD_OUT_SEED)
-    held_out = torch.tensor([window(rng, tokenizer, N_CTX, REPEATS) for _ in range(64)])
+    document = partial(plain_document, rng, tokenizer)
+    rows = [window(document, N_CTX)[0] for _ in range(64)]
+    held_out = torch.tensor(rows)
     prefix = language.document(rng, 12) + " "
     return {
         "held_out_loss": model(held_out, return_type="loss").item(),
@@ -295,15 +325,12 @@ def update_json(path: Path, **fields):
 
 def save(model: HookedTransformer, tokenizer: PreTrainedTokenizerFast, folder: Path):
     model.save_pretrained(folder)
-    # transformers assumes GPT-2's ids and dropout where a config is silent.
+    # transformers assumes Llama's ids where a config is silent.
     update_json(
         folder / "config.json",
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
     )
     tokenizer.save_pretrained(folder)
     # The name transformers 5 writes here is unknown to transformers 4.

@@ -1029,6 +1029,22 @@ def test_report_095_backward_hooks_chain(model: HookedTransformer) -> None:
     assert torch.equal(after["embed.W_E"], 8 * before["embed.W_E"])
 
 
+def test_two_points_on_one_tensor_have_gradients_of_their_own(model: HookedTransformer) -> None:
+    """resid_post of one layer is resid_pre of the next; what is done at the first comes after."""
+    first, second = "blocks.0.hook_resid_post", "blocks.1.hook_resid_pre"
+    seen: dict[str, Tensor] = {}
+
+    def keep(grad: Tensor, hook: HookPoint) -> None:
+        seen[hook.name] = grad.clone()
+
+    before = backward_of_loss(model)
+    with model.hooks(bwd_hooks=[(second, keep), (first, scaled_by(2.0)), (first, keep)]):
+        after = backward_of_loss(model)
+    assert torch.equal(seen[first], 2 * seen[second])
+    assert torch.equal(after["embed.W_E"], 2 * before["embed.W_E"])
+    assert torch.equal(after["blocks.1.attn.W_Q"], before["blocks.1.attn.W_Q"])
+
+
 def test_report_114_backward_hooks_run_in_the_backward_pass_only(
     model: HookedTransformer, tokens: Tensor
 ) -> None:

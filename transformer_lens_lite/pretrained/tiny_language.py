@@ -181,10 +181,11 @@ def indirect_object_sentences(
     rng = random.Random(seed)
     pairs = name_pairs(held_out)
     orders = [order] if order else ["ABBA", "BABA"]
-    return [
-        indirect_object(rng, *rng.sample(rng.choice(pairs), 2), orders[i % len(orders)])
-        for i in range(n)
-    ]
+    examples = []
+    for i in range(n):
+        io, subject = rng.sample(rng.choice(pairs), 2)
+        examples.append(indirect_object(rng, io, subject, orders[i % len(orders)]))
+    return examples
 
 
 def indirect_object_sentence(rng: random.Random) -> str:
