@@ -81,13 +81,14 @@ def build_model(d_vocab: int, seed: int) -> HookedTransformer:
     for name, parameter in model.named_parameters():
         if name.endswith(("mlp.b_in", "mlp.b_out", "b_U")):
             parameter.requires_grad_(False)
-    look_one_back(model, head=0)
+    for head in range(3):
+        look_one_back(model, head)
     return model
 
 
 @torch.no_grad()
 def look_one_back(model: HookedTransformer, head: int, strength: float = 3.0) -> None:
-    """Let one head of the first layer start out attending to the previous token.
+    """Let a head of the first layer start out attending to the previous token.
 
     Its query and key biases differ by a turn of one position, so their product is largest one
     position back. Induction heads build on such a head; found by itself it takes ten times as long.
