@@ -25,7 +25,7 @@ from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
 from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
-N_LAYERS, N_HEADS, D_MODEL, D_MLP, N_CTX, ROTARY_BASE = 3, 4, 128, 320, 256, 100.0
+N_LAYERS, N_HEADS, D_MODEL, D_MLP, N_CTX, ROTARY_BASE = 3, 4, 128, 320, 256, 10000.0
 N_STEPS, FOCUSED_STEPS, ONLY_REPEATS_STEPS = 2400, 800, 300
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 3e-3, 100, 0.1, 3072
 FOCUSED_WINDOW = 192
@@ -81,9 +81,18 @@ def build_model(d_vocab: int, seed: int) -> HookedTransformer:
     for name, parameter in model.named_parameters():
         if name.endswith(("mlp.b_in", "mlp.b_out", "b_U")):
             parameter.requires_grad_(False)
-    for head in range(3):
-        look_one_back(model, head)
+    speak_softly(model)
+    look_one_back(model, head=0)
+    compose(model, earlier=0, later=0)
     return model
+
+
+@torch.no_grad()
+def speak_softly(model: HookedTransformer, share: float = 0.1) -> None:
+    """Scale down what layers write at first: it would drown what later layers have to match."""
+    for block in model.blocks:
+        block.attn.W_O.mul_(share)
+        block.mlp.W_out.mul_(share)
 
 
 @torch.no_grad()
@@ -99,6 +108,25 @@ def look_one_back(model: HookedTransformer, head: int, strength: float = 3.0) ->
     query[:4] = strength  # the fastest channels, which tell neighbours apart
     attn.b_Q[head] = query
     attn.b_K[head] = torch.cat((query[:half] * turn.cos(), query[:half] * turn.sin()))
+
+
+@torch.no_grad()
+def compose(model: HookedTransformer, earlier: int, later: int) -> None:
+    """Let a head of the second layer start out asking "which token follows one like this?".
+
+    What the earlier head copies from the previous token is what the later head's keys read, and its
+    queries read the same of the present token. With `look_one_back` this is the skeleton of an
+    induction head; that it copies what it finds, and everything else, is left to training. Found
+    from nothing it takes longer than the twenty minutes this script may take.
+    """
+    generator = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(D_MODEL, D_MODEL, generator=generator)).Q  # orthonormal
+    read, written = axes[:, : model.cfg.d_head], axes[:, -model.cfg.d_head :]  # d_model d_head
+    first, second = model.blocks[0].attn, model.blocks[1].attn
+    first.W_V[earlier], first.W_O[earlier] = read, 0.3 * written.T
+    # Only the slower half of the channels: the others turn too far between distant positions.
+    slow = torch.arange(model.cfg.d_head) % (model.cfg.d_head // 2) >= model.cfg.d_head // 4
+    second.W_Q[later], second.W_K[later] = 1.5 * read * slow, 1.5 * written * slow
 
 
 # The data

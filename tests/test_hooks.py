@@ -505,6 +505,29 @@ def test_a_result_of_another_shape_or_kind_is_refused(
         model.run_with_hooks(tokens, fwd_hooks=[(name, lambda value, hook: 3)])
 
 
+@pytest.mark.parametrize("name", ["plain", "sinks", "softcap"])
+def test_a_query_from_which_a_hook_hides_everything_gets_a_zero_pattern(name: str) -> None:
+    model, tokens = native.build(name), native.tokens()
+    patterns = []
+
+    def hide(scores: Tensor, hook: HookPoint) -> Tensor:
+        return torch.where(torch.arange(13)[:, None] == 5, -torch.inf, scores)
+
+    def keep(pattern: Tensor, hook: HookPoint) -> None:
+        patterns.append(pattern)
+
+    loss = model.run_with_hooks(
+        tokens,
+        return_type="loss",
+        fwd_hooks=[("blocks.1.attn.hook_attn_scores", hide), (PATTERN, keep)],
+    )
+    loss.backward()
+    assert not patterns[0][:, :, 5].any()
+    assert patterns[0][:, :, 4].any()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_torchs_own_hooks_on_a_point_work_too(model: HookedTransformer, tokens: Tensor) -> None:
     before = model(tokens)
     handle = model.hook_dict[PATTERN].register_forward_hook(lambda module, args, out: out * 0)
@@ -839,13 +862,14 @@ FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("way", ["config", "setter", "assignment"])
+WAYS = [(flag, way) for flag in FLAGS for way in ("config", "setter", "assignment")]
+WAYS.remove(("use_hook_tokens", "setter"))  # the classic class has none
+
+
+@pytest.mark.parametrize(("flag", "way"), WAYS)
 @torch.no_grad()
 def test_flags_decide_what_a_blanket_capture_includes(flag: str, way: str) -> None:
     setter, points = FLAGS[flag]
-    if way == "setter" and setter is None:
-        pytest.skip("the classic class has no setter for it")
     model = native.build(**({flag: True} if way == "config" else {}))
     before = model(native.tokens())
 
