@@ -26,9 +26,11 @@ from transformer_lens_lite.pretrained import tiny_language as language
 
 FOLDER = Path(language.__file__).parent / "tiny_lens"
 N_LAYERS, N_HEADS, D_MODEL, D_MLP, N_CTX, ROTARY_BASE = 3, 4, 128, 320, 256, 10000.0
-N_STEPS, FOCUSED_STEPS, ONLY_REPEATS_STEPS = 2400, 800, 300
-LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 3e-3, 100, 0.1, 3072
-FOCUSED_WINDOW = 192
+N_STEPS, FOCUSED_STEPS = 2400, 700
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, TOKENS_PER_STEP = 3e-3, 100, 0.1, 2048
+# Short windows show a circuit where to look, long ones carry it to all positions.
+FOCUSED_WINDOW, WINDOWS = 64, (64, 128, N_CTX)
+SHARE = 0.1
 REPEATS = 0.25  # fraction of the documents that are repeated random tokens
 # Seeds of the data that only the evaluation sees.
 HELD_OUT_SEED, PROMPT_SEED, REPEAT_SEED = 10**6, 10**6 + 1, 10**6 + 2
@@ -88,7 +90,7 @@ def build_model(d_vocab: int, seed: int) -> HookedTransformer:
 
 
 @torch.no_grad()
-def speak_softly(model: HookedTransformer, share: float = 0.1) -> None:
+def speak_softly(model: HookedTransformer, share: float = SHARE) -> None:
     """Scale down what layers write at first: it would drown what later layers have to match."""
     for block in model.blocks:
         block.attn.W_O.mul_(share)
@@ -147,10 +149,10 @@ def repeated_ids(rng: random.Random, d_vocab: int, longest: float = 100) -> list
 Document = tuple[list[int], list[int]]
 
 
-def focused_document(rng: random.Random, tokenizer: PreTrainedTokenizerFast, step: int) -> Document:
+def focused_document(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Document:
     """A text of which only what an induction or an indirect-object circuit predicts counts."""
-    if step < ONLY_REPEATS_STEPS or rng.random() < 0.5:
-        ids = repeated_ids(rng, len(tokenizer), longest=min(100, 20 + step / 4))
+    if rng.random() < 0.5:
+        ids = repeated_ids(rng, len(tokenizer), longest=25)
         unforeseen = ids.index(ids[0], 1) + 1  # the first period, and that it starts again
         weights = [0] * unforeseen + [1] * (len(ids) - unforeseen)
     else:
@@ -185,13 +187,13 @@ def get_batch(
 ) -> tuple[Int[Tensor, "batch pos"], Float[Tensor, "batch next_pos"]]:
     """Tokens, and how much predicting each of the next ones counts.
 
-    The first steps count only tokens that the two circuits predict, and of those at first only
-    repeats, from short to long: among all the rest the signal would drown.
+    The first steps count only tokens that the two circuits predict: among all the rest the signal
+    would drown.
     """
     if step < FOCUSED_STEPS:
-        length, document = FOCUSED_WINDOW, partial(focused_document, rng, tokenizer, step)
+        length, document = FOCUSED_WINDOW, partial(focused_document, rng, tokenizer)
     else:
-        length, document = N_CTX, partial(plain_document, rng, tokenizer)
+        length, document = rng.choice(WINDOWS), partial(plain_document, rng, tokenizer)
     rows = [window(document, length) for _ in range(TOKENS_PER_STEP // length)]
     return torch.tensor([ids for ids, _ in rows]), torch.tensor([w for _, w in rows]).float()[:, 1:]
 
