@@ -40,6 +40,12 @@ class Component(nn.Module):
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        try:  # what is asked for most; nn.Module looks through three dictionaries for it
+            return self.__dict__["_parameters"][name]
+        except KeyError:
+            return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in self.__dict__.get("_modules", ()):

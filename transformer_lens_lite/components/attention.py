@@ -203,7 +203,7 @@ class Attention(Component):
         mask: Mask,
     ) -> HeadsFirst:
         """One kernel for scores, softmax and the weighted sum."""
-        bias = None if mask.is_causal else mask.finite_bias
+        bias = None if mask.is_causal or mask.is_open else mask.finite_bias
         if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
             # a single query: the heads that share keys are the rows of one matrix
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
@@ -218,7 +218,7 @@ class Attention(Component):
                 scale=self.spec.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        return z if mask.dead is None else z.masked_fill(mask.dead, 0.0)
+        return z if bias is None or mask.dead is None else z.masked_fill(mask.dead, 0.0)
 
     def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> HeadsFirst:
         """Scores, softmax and weighted sum as three steps, with the hook points between."""

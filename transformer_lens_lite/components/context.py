@@ -55,6 +55,7 @@ class Mask(Memo):
     ) -> None:
         super().__init__()
         self.is_causal = is_causal
+        self.is_open = visible is None and distance is None  # nothing is hidden, nothing added
         self._visible = visible
         self._distance = distance
         self._has_padding = has_padding
