@@ -144,7 +144,11 @@ def lens_section(rows: list[LensRow]) -> str:
 
 def prompt_section(demo: Demo) -> str:
     """Any head's pattern on the prompt."""
-    options = "".join(f"<option>{label}</option>" for label in demo.model.all_head_labels())
+    shown = demo.heads.strongest(1)[0][0] if demo.heads is not None else None
+    options = "".join(
+        f"<option{' selected' if label == shown else ''}>{label}</option>"
+        for label in demo.model.all_head_labels()
+    )
     return (
         "<h2>Attention on the prompt</h2><p><label>Head <select id=choose-prompt>"
         f"{options}</select></label> Rows attend to columns; hover for the numbers.</p>"
