@@ -17,7 +17,9 @@ def show(model_name: str, prompt: str | None, page: Path | None) -> None:
     model = HookedTransformer.from_pretrained_no_processing(model_name)
     if model.tokenizer is None:
         raise ValueError(f"{model_name} has no tokenizer, and the demo starts from a text")
-    demo = run(model, prompt or (BOXED_PROMPT if model_name == "tiny-lens" else PLAIN_PROMPT))
+    if prompt is None:
+        prompt = BOXED_PROMPT if model_name == "tiny-lens" else PLAIN_PROMPT
+    demo = run(model, prompt)
     print(report(demo))
     if page is not None:
         page.write_text(html_page(demo), encoding="utf-8")

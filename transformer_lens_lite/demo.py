@@ -17,6 +17,7 @@ from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
 SHADES = " ░▒▓█"
+INDUCTION = 0.3  # from this share of its attention on, a head counts as an induction head
 
 
 @dataclass
@@ -270,6 +271,8 @@ def heads_table(heads: HeadScores) -> str:
     ]
     for label, induction, previous in heads.strongest(5):
         lines.append(f"  {label:<9} {induction:>8.2f}  {bar(induction):<24} {previous:>8.2f}")
+    if heads.induction.max() < INDUCTION:
+        lines.append("  None of them is an induction head.")
     return "\n".join(lines)
 
 
@@ -281,7 +284,7 @@ def bar(share: float, width: int = 24) -> str:
 def pattern_picture(pattern: Float[Tensor, "pos pos"], tokens: list[str]) -> str:
     """An attention pattern in shades: one line per query, one column per key."""
     width = max(len(token) for token in tokens)
-    lines = ["The strongest induction head's pattern (each row attends to the dark columns)"]
+    lines = ["The pattern of the first of them (each row attends to the dark columns)"]
     for token, row in zip(tokens, pattern.tolist(), strict=True):
         cells = "".join(SHADES[min(int(p * len(SHADES)), len(SHADES) - 1)] * 2 for p in row)
         lines.append(f"  {token:>{width}} |{cells}|")
@@ -296,6 +299,6 @@ def reuse_text(reuse: PrefixReuse) -> str:
             f"A frozen prefix of {reuse.prefix_length} tokens, {n} continuations",
             f"  from scratch   {reuse.seconds_full * 1e3:8.1f} ms",
             f"  frozen prefix  {reuse.seconds_frozen * 1e3:8.1f} ms   "
-            f"{reuse.speed_up:.1f} times faster, logits equal to {reuse.difference:.0e}",
+            f"{reuse.speed_up:.1f} times faster, logits within {reuse.difference:.0e}",
         ]
     )

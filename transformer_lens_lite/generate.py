@@ -237,7 +237,8 @@ def prompt_and_mask(
     if isinstance(input, Tensor) and input.is_floating_point():
         if input.ndim != 3 or input.shape[-1] != model.cfg.d_model:
             raise ValueError(
-                f"embeddings must be [batch, pos, {model.cfg.d_model}], got {list(input.shape)}"
+                f"the prompt must be token ids, which are integers, or embeddings [batch, pos, "
+                f"{model.cfg.d_model}]; got {input.dtype} of shape {list(input.shape)}"
             )
         return input, attention_mask
     side = "left" if is_text(input) else None

@@ -162,6 +162,9 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         else:
             residual = self._checked_residual(input, tokens, return_type, stop_at_layer)
             context = self._context(residual, layers, attention_mask, past_kv_cache)
+        wants_loss = return_type in ("loss", "both") and stop_at_layer is None
+        if wants_loss and context.n_new < 2 and not loss_per_token:
+            raise ValueError("a loss needs at least two positions: one predicts the other")
         residual = self._through_blocks(residual, layers, context, shortformer_pos_embed)
         if stop_at_layer is not None:
             return residual
@@ -281,11 +284,15 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         Text that continues a cache gets no BOS unless it is asked for.
         """
         device = self.embed.W_E.device
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise ValueError(f"past_kv_cache must be a KeyValueCache, got {type(cache).__name__}")
         if prepend_bos is None and cache is not None and cache.length > 0:
             prepend_bos = False
         if is_text(input):
             texts: Any = input
-            tokens, made = self._text().encode_batch(texts, prepend_bos, padding_side)
+            tokens, made = self._text().encode_batch(
+                texts, prepend_bos, padding_side, truncate=False
+            )
             tokens = tokens.to(device)
             mask = made.to(device) if attention_mask is None else attention_mask
             return tokens, mask
@@ -308,6 +315,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             )
         if tokens.ndim not in (1, 2):
             raise ValueError(f"token ids must be [pos] or [batch, pos], got {list(tokens.shape)}")
+        tokens = tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
         return tokens if tokens.ndim == 2 else tokens[None]
 
     def _checked_residual(
@@ -398,6 +406,10 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
                 f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got "
                 f"{got}"
             )
+        if not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(
+                "attention_mask must hold 1 for tokens and 0 for padding; it holds other values"
+            )
         return mask.to(device=self.embed.W_E.device, dtype=torch.long)
 
     def _check_length(self, length: int, mask: Tensor | None) -> None:
@@ -406,7 +418,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         longest = length if mask is None else int(mask.sum(1).max())
         if longest > self.cfg.n_ctx:
             raise ValueError(
-                f"the input reaches {longest} positions, but this model has n_ctx={self.cfg.n_ctx}"
+                f"the input reaches {longest} positions, cached ones included, but this model has "
+                f"n_ctx={self.cfg.n_ctx} (model.to_tokens(text) cuts a text to that)"
             )
 
     def input_to_embed(

@@ -92,8 +92,11 @@ class HookedRootModule(Component):
             if any(c in names_filter for c in "*?["):
                 glob = names_filter
                 return self._matching(lambda name: fnmatch.fnmatchcase(name, glob), repr(glob))
+            ending = [name for name in self.hook_dict if name.endswith(f".{names_filter}")]
+            hint = f" Did you mean {ending[0]!r}?" if ending else ""
             raise UnknownHookError(
-                f"no hook point is called {names_filter!r}.{closest(names_filter, self.hook_dict)}"
+                f"no hook point is called {names_filter!r}."
+                f"{hint or closest(names_filter, self.hook_dict)}"
             )
         if callable(names_filter):
             return self._matching(

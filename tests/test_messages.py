@@ -1,0 +1,43 @@
+"""What a newcomer does wrong, and what the library answers."""
+
+import native
+import pytest
+import torch
+
+from transformer_lens_lite import HookedTransformer
+
+
+def test_an_additive_mask_is_refused() -> None:
+    mask = torch.zeros(2, 5, dtype=torch.long)
+    mask[0, 0] = -(
+        10**9
+    )  # as Hugging Face's layers take it: the opposite of what it would mean here
+    with pytest.raises(ValueError, match="1 for tokens and 0 for padding"):
+        native.build()(native.tokens(2, 5), attention_mask=mask)
+
+
+def test_a_loss_over_one_position_is_refused() -> None:
+    model = native.build()
+    with pytest.raises(ValueError, match="at least two positions"):
+        model(native.tokens(2, 1), return_type="loss")
+    assert model(native.tokens(2, 1), return_type="loss", loss_per_token=True).shape == (2, 0)
+
+
+def test_small_integer_types_are_token_ids() -> None:
+    model, tokens = native.build(), native.tokens(2, 5)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(model(tokens.to(dtype)), model(tokens))
+
+
+def test_too_long_a_text_is_refused_and_not_cut() -> None:
+    model = HookedTransformer.from_pretrained_no_processing("tiny-lens", device="cpu")
+    with pytest.raises(ValueError, match=r"reaches 301 positions.*n_ctx=256"):
+        model(" Mary" * 300)
+    with pytest.raises(ValueError, match="n_ctx=256"):
+        model.generate(" Mary" * 300, max_new_tokens=1)
+    assert model.to_tokens(" Mary" * 300).shape == (1, 256)
+
+
+def test_a_short_hook_name_gets_its_full_one() -> None:
+    with pytest.raises(ValueError, match=r"'hook_z'. Did you mean 'blocks.0.attn.hook_z'"):
+        native.build().run_with_cache(native.tokens(1, 3), names_filter="hook_z")
