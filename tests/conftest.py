@@ -9,9 +9,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import random
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from jaxtyping import install_import_hook
+
+# The same examples in every run: a red run is then about the change, and comes back when repeated.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 # Shapes and types in signatures are checked at run time, under pytest only; an int passes for a
 # float (PEP 484). Done here because jaxtyping's command-line option takes no options for the type

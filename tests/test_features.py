@@ -400,7 +400,8 @@ without_deadline = settings(
 def test_any_config_agrees_by_hand_fused_explicit_chunked_and_padded(
     fields: dict[str, Any], sizes: list[int], n_pad: int, seed: int
 ) -> None:
-    model = native.build("plain", seed, **fields)
+    # in fp64: some of these configs, such as those without norms, amplify the rounding of fp32
+    model = native.build("plain", seed, **fields, dtype=torch.float64)
     tokens = native.tokens(1)
     expected = by_hand.logits(model, tokens)
     for way, run in WAYS.items():
