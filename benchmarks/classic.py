@@ -7,15 +7,12 @@ that model in its own process. Uses nothing of ours but the timing.
 
 import json
 import sys
-import warnings
 
-warnings.simplefilter("ignore")
+import torch
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-import torch  # noqa: E402
-from transformer_lens import HookedTransformer, HookedTransformerConfig  # noqa: E402
-
-from benchmarks.models import SHAPES, hugging_face, prompt  # noqa: E402
-from benchmarks.pairs import compare  # noqa: E402
+from benchmarks.models import SHAPES, hugging_face, prompt
+from benchmarks.pairs import compare
 
 
 def classic(shape: str) -> HookedTransformer:

@@ -11,7 +11,7 @@ import torch
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.__main__ import BOXED_PROMPT, main
-from transformer_lens_lite.demo import Demo, report, run
+from transformer_lens_lite.demo import Demo, logit_lens, report, run
 from transformer_lens_lite.demo_page import html_page
 
 
@@ -27,6 +27,14 @@ def test_the_lens_ends_where_the_model_does(demo: Demo) -> None:
     assert probability == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
     assert demo.lens[-1].final_rank == 1
     assert len(demo.lens) == demo.model.cfg.n_layers + 1
+
+
+def test_the_lens_scales_and_caps_as_the_model_does() -> None:
+    model = HookedTransformer.from_pretrained_no_processing("tiny-lens")
+    model.cfg.output_logits_soft_cap, model.cfg.logit_scale = 2.0, 0.5
+    _, cache = model.run_with_cache(BOXED_PROMPT)
+    expected = model(BOXED_PROMPT)[0, -1].softmax(-1).max().item()
+    assert logit_lens(model, cache)[-1].guesses[0][1] == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_model_in_the_box_answers_mary(demo: Demo) -> None:

@@ -308,7 +308,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
                 "input must be a text, a list of texts or a tensor of ids, got "
                 f"{type(tokens).__name__}"
             )
-        if tokens.is_floating_point() or tokens.dtype in (torch.bool, torch.complex64):
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise ValueError(
                 f"token ids must be integers, got {tokens.dtype}; a residual stream needs "
                 "start_at_layer"
