@@ -1,7 +1,9 @@
 """Hook points: which there are, when they fire, what attaching and detaching does."""
 
+import copy
 import functools
 import inspect
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,10 +12,11 @@ import native
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.components import LayerNorm
+from transformer_lens_lite.config import NormSpec
 from transformer_lens_lite.hooks import HookPoint
 
 OPTIONAL = {"hook_tokens", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input"}
@@ -1197,3 +1200,29 @@ def test_report_115_edge_scores_of_a_linear_model_sum_to_the_difference(tokens: 
     torch.testing.assert_close(metric(logits) - start, paths, atol=1e-3, rtol=1e-4)
     by_node = (embed * (to_logits + to_layer[1]) + first * (to_logits + to_layer[1])).sum()
     torch.testing.assert_close(metric(logits) - start, by_node, atol=1e-3, rtol=1e-4)
+
+
+# --- parameters are plain attributes --------------------------------------------------------------
+
+
+def test_parameters_follow_every_way_of_replacing_them():
+    norm = LayerNorm(NormSpec("LN", 3, 1e-5))
+    x = torch.tensor([[1.0, 2.0, 4.0]])
+    before = norm(x)
+    doubled = {"w": 2 * torch.ones(3), "b": torch.zeros(3)}
+    assert torch.equal(torch.func.functional_call(norm, doubled, (x,)), 2 * before)
+    assert torch.equal(norm(x), before)
+    norm._parameters["w"] = nn.Parameter(3 * torch.ones(3))
+    assert torch.equal(norm(x), 3 * before)
+    for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        copied._parameters["w"] = nn.Parameter(torch.ones(3))
+        assert torch.equal(copied(x), before)
+        assert torch.equal(norm(x), 3 * before)
+    assert norm.to(torch.float64).w.dtype == torch.float64
+    taken = norm._parameters.pop("w")
+    assert not hasattr(norm, "w")
+    norm.w = taken
+    assert norm.w is norm._parameters["w"] is taken
+    del norm.w
+    assert not hasattr(norm, "w")
+    assert "w" not in norm._parameters

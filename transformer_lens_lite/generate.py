@@ -100,25 +100,26 @@ class Generation:
         """The new tokens so far."""
         return self._buffer[:, : self._n_new]
 
-    def step_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
-        """A copy of the latest step's logits: an ordinary tensor, whatever the mode."""
-        assert self.logits is not None
-        return self.logits.clone()
-
     def __iter__(self) -> Iterator[Int[Tensor, " batch"]]:
-        for _ in range(self.max_new_tokens):
+        while not self.ended():
             with self.mode():
-                self.logits = self._next_logits()
-                self._append(self._picked(self.logits))
-            yield self.generated[:, -1]
-            if self.can_end and bool(self.finished.all()):
-                return
+                self.step()
+            yield self._buffer[:, self._n_new - 1]
+
+    def ended(self) -> bool:
+        """Whether there is nothing left to do."""
+        full = self._n_new >= self.max_new_tokens
+        return full or (self.can_end and bool(self.finished.all()))
+
+    def step(self) -> None:
+        """One more token for every row. To be called in the mode `mode`."""
+        self.logits = self._next_logits()
+        self._append(self._picked(self.logits))
 
     def _next_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
         """Logits for the next position: of the prompt first, of the newest token from then on."""
-        first = self._n_new == 0
-        if self.cache is not None and not first:
-            newest = self.generated[:, -1:]
+        if self.cache is not None and self._n_new:
+            newest = self._buffer[:, self._n_new - 1 : self._n_new]
             return self.model.next_logits(newest, past_kv_cache=self.cache)
         return self.model.next_logits(
             self._whole_input(), attention_mask=self._whole_mask(), past_kv_cache=self.cache
@@ -325,10 +326,15 @@ def generate(
     if return_type == "str" and model.tokenizer is None:
         raise ValueError("return_type='str' needs a tokenizer")
     generation = start_generation(model, input, **arguments)
-    logits = []
-    for _ in progress(generation, generation.max_new_tokens, verbose):
-        if output_logits:
-            logits.append(generation.step_logits())
+    logits: list[Any] = []
+    # the mode is entered once, not at every step: nothing leaves before the end
+    with progress(generation.max_new_tokens, verbose) as bar, generation.mode():
+        while not generation.ended():
+            generation.step()
+            bar.update()
+            if output_logits:
+                logits.append(generation.logits)
+    logits = [each.clone() for each in logits]  # ordinary tensors, whatever the mode was
     result = finished_form(generation, input, return_type)
     return GenerateOutput(result, tuple(logits)) if output_logits else result
 
@@ -392,13 +398,12 @@ class TextChunks:
         return self.held_back[0] if len(self.held_back) == 1 else self.held_back
 
 
-def progress(steps: Any, total: int, verbose: bool | None) -> Any:
-    """Wrapped in a bar when asked to, or by default in a terminal."""
-    if verbose is False or (verbose is None and not sys.stderr.isatty()):
-        return steps
+def progress(total: int, verbose: bool | None) -> Any:
+    """A bar when asked for, or by default in a terminal."""
     from tqdm import tqdm
 
-    return tqdm(steps, total=total, desc="generate", unit="token", leave=False)
+    shown = sys.stderr.isatty() if verbose is None else verbose
+    return tqdm(total=total, desc="generate", unit="token", leave=False, disable=not shown)
 
 
 class GenerationMethods:

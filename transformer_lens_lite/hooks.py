@@ -8,6 +8,7 @@ replacement of the same shape. A backward hook gets the gradient of the activati
 gradient, a 1-tuple of one, or None.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -22,11 +23,18 @@ Both = Literal["fwd", "bwd", "both"]
 class Component(nn.Module):
     """nn.Module without the costs that show in a small model's decoding loop.
 
-    Submodules are ordinary attributes too: nn.Module finds them only after the normal lookup
-        failed,
-    which costs more than an idle hook point does. (Parameters are left alone: `.to()` may replace
-    those objects.) And a call goes straight to `forward` unless torch's own hooks are in use.
+    Submodules and parameters are ordinary attributes too: nn.Module finds them only after the
+    normal lookup failed, which costs more than several idle hook points do. And a call goes
+    straight to `forward` unless torch's own hooks are in use.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters = AttributeDict(self, {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # copies and pickles hold a plain dict
+        self._parameters = AttributeDict(self, self._parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -39,12 +47,6 @@ class Component(nn.Module):
         ):
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:  # what is asked for most; nn.Module looks through three dictionaries for it
-            return self.__dict__["_parameters"][name]
-        except KeyError:
-            return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -60,6 +62,39 @@ class Component(nn.Module):
         """Add a submodule under `name`, as assignment does."""
         super().add_module(name, module)
         self.__dict__[name] = module
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose entries are attributes of their owner too.
+
+    A module's `_parameters`: torch and its tools write there directly (`.to()`, functional_call,
+    pruning), and what they write is the attribute from then on.
+    """
+
+    def __init__(self, owner: object, entries: dict[str, Any]) -> None:
+        self.owner = weakref.ref(owner)  # no cycle: a module dies with its last name
+        super().__init__(entries)
+        self._attributes().update(entries)
+
+    def _attributes(self) -> dict[str, Any]:
+        owner = self.owner()
+        return {} if owner is None else owner.__dict__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._attributes()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._attributes().pop(name, None)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As dict.pop."""
+        self._attributes().pop(name, None)
+        return super().pop(name, *default)
 
 
 class LensHandle:

@@ -47,6 +47,8 @@ class KeyValueCacheEntry:
     @property
     def length(self) -> int:
         """Positions stored, prefix included."""
+        if not self.prefix:
+            return self._length
         return sum(keys.shape[2] for keys, _ in self.prefix) + self._length
 
     @property
@@ -89,7 +91,9 @@ class KeyValueCacheEntry:
         Raises: ValueError when full, or for a wrong batch, heads, dtype or device, before writing.
         """
         keys, values = new_keys.transpose(1, 2), new_values.transpose(1, 2)
-        self.check(keys)
+        self.check_batch(keys.shape[0])
+        self.check_kind(keys)
+        self.check_room(keys.shape[2])
         segments = self.extend(keys, values)
         self.advance(keys.shape[2])
         if len(segments) == 1:
@@ -121,9 +125,9 @@ class KeyValueCacheEntry:
             return (*self.prefix, self._joined_with_graph)
         start, end = self._length, self._length + keys.shape[2]
         self._make_room(end)
-        self._keys[:, :, start:end] = keys
-        self._values[:, :, start:end] = values
-        return (*self.prefix, (self._keys[:, :, :end], self._values[:, :, :end]))
+        self._keys.narrow(2, start, end - start).copy_(keys)
+        self._values.narrow(2, start, end - start).copy_(values)
+        return (*self.prefix, (self._keys.narrow(2, 0, end), self._values.narrow(2, 0, end)))
 
     def advance(self, n_new: int) -> None:
         """Count `n_new` extended positions as stored; a frozen entry stays."""
@@ -153,18 +157,16 @@ class KeyValueCacheEntry:
             new[:, :, : self._length] = old[:, :, : self._length].detach()
             setattr(self, name, new)
 
-    def check(self, keys: NewKeys) -> None:
-        """Raise the ValueError that says why these keys do not fit, before anything is written."""
-        batch, n_heads, n_new, d_head = keys.shape
-        self.check_batch(batch)
-        expected = (self._keys.shape[1], self._keys.shape[3])
-        if (n_heads, d_head) != expected:
-            raise ValueError(f"the cache holds (heads, d_head) {expected}, got {(n_heads, d_head)}")
-        if keys.dtype != self._keys.dtype:
-            raise ValueError(f"the cache is {self._keys.dtype}, the keys are {keys.dtype}")
-        if keys.device != self._keys.device:
-            raise ValueError(f"the cache is on {self._keys.device}, the keys on {keys.device}")
-        self.check_room(n_new)
+    def check_kind(self, keys: NewKeys) -> None:
+        """Raise ValueError unless these keys are of the shape, dtype and device stored here."""
+        stored, expected = self._keys, (self._keys.shape[1], self._keys.shape[3])
+        got = (keys.shape[1], keys.shape[3])
+        if got != expected:
+            raise ValueError(f"the cache holds (heads, d_head) {expected}, got {got}")
+        if keys.dtype != stored.dtype:
+            raise ValueError(f"the cache is {stored.dtype}, the keys are {keys.dtype}")
+        if keys.device != stored.device:
+            raise ValueError(f"the cache is on {stored.device}, the keys on {keys.device}")
 
     def check_batch(self, batch: int) -> None:
         """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""

@@ -237,10 +237,10 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             residual = residual + self._positions(context)
         return residual
 
-    def _positions(self, context: ForwardContext) -> Float[Tensor, "batch pos d_model"]:
-        embedded = self.pos_embed(context).expand(context.batch, -1, -1)
+    def _positions(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
+        embedded = self.pos_embed(context)
         if self.hook_pos_embed.listened:  # on a copy: these may be rows of the parameter itself
-            embedded = self.hook_pos_embed(embedded.clone())
+            embedded = self.hook_pos_embed(embedded.expand(context.batch, -1, -1).clone())
         return embedded
 
     def _add_shortformer_positions(self, context: ForwardContext, given: Tensor | None) -> None:

@@ -41,14 +41,17 @@ def check_sampling(
         raise ValueError(f"repetition_penalty must be finite, above 0, got {repetition_penalty!r}")
 
 
-def _check_logits(logits: Logits) -> None:
-    """ValueError for rows without a distribution; only where looking needs no synchronisation."""
-    if logits.device.type != "cpu":
-        return
-    largest = logits.amax(-1)  # hands NaN on, and is -inf when nothing is left
-    if not math.isfinite(largest.sum().item()):
-        rows = (~largest.isfinite()).nonzero().flatten().tolist()
-        raise ValueError(f"logits are NaN, +inf or all -inf in batch row(s) {rows}")
+def largest(logits: Logits) -> Int[Tensor, " batch"]:
+    """The token with the largest logit in each row.
+
+    ValueError for rows without a distribution; only where looking needs no synchronisation.
+    """
+    values, tokens = logits.max(-1)  # NaN counts as the largest; -inf is when nothing is left
+    if logits.device.type == "cpu":
+        rows = [row for row, value in enumerate(values.tolist()) if not math.isfinite(value)]
+        if rows:
+            raise ValueError(f"logits are NaN, +inf or all -inf in batch row(s) {rows}")
+    return tokens
 
 
 # --- penalties for tokens that occurred already ---------------------------------------------------
@@ -176,12 +179,13 @@ def sample_logits(
     check_sampling(top_k, top_p, temperature, freq_penalty, repetition_penalty, min_p)
     # In half precision neither the nucleus' cumulative sum nor the noise is good enough.
     logits = final_logits.float() if final_logits.dtype.itemsize < 4 else final_logits
-    _check_logits(logits)
+    greedy = largest(logits)
     if freq_penalty != 0.0 or repetition_penalty != 1.0:
         if tokens is None:
             raise ValueError("freq_penalty and repetition_penalty need tokens=, the tokens so far")
         counts = token_counts(tokens, logits.shape[-1], mask)
         logits = penalize(logits, counts, freq_penalty, repetition_penalty)
+        greedy = logits.argmax(-1)
     if temperature == 0 or not do_sample:
-        return logits.argmax(-1)
+        return greedy
     return draw(warp_logits(logits, top_k, top_p, temperature, min_p), generator)

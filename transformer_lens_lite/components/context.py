@@ -179,7 +179,7 @@ class ForwardContext(Memo):
         if self.cache is None:
             return ((keys, values),)
         entry = self.cache[layer]
-        entry.check(keys)
+        entry.check_kind(keys)  # batch and room were checked before anything was run
         return entry.extend(keys, values)
 
     def commit(self, layers: range) -> None:

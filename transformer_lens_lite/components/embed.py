@@ -81,7 +81,11 @@ class Unembed(Component):
         self, x: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_vocab_out"]:
         """Project onto the vocabulary."""
-        return self.hook_out(F.linear(self.hook_in(x), self.W_U.T, self.b_U))
+        return self.hook_out(F.linear(self.hook_in(x), self.matrix(), self.b_U))
+
+    def matrix(self) -> Float[Tensor, "d_vocab_out d_model"]:
+        """What `F.linear` takes."""
+        return self.W_U.T
 
 
 class TiedUnembed(Unembed):
@@ -100,6 +104,9 @@ class TiedUnembed(Unembed):
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab_out"]:  # type: ignore[override]
         return self._embed[0].W_E.T
+
+    def matrix(self) -> Float[Tensor, "d_vocab_out d_model"]:
+        return self._embed[0].W_E
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "W_U":
