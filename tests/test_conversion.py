@@ -24,9 +24,9 @@ from weights_conversion import (
     differences,
     export_config,
     first_layers,
-    llama,
     register_architecture,
 )
+from weights_conversion.families import llama
 from weights_conversion.fields import COSMETIC, rope
 from weights_conversion.table import override, shape_of, without
 

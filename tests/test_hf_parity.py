@@ -167,30 +167,8 @@ def test_report_103_removing_a_head_equals_removing_its_columns(name: str, heads
 
 # --- mistakes would show --------------------------------------------------------------------------
 
-LLAMA3_32 = tiny.rope("llama3", **tiny.LLAMA3 | {"factor": 32.0}, **tiny.ORIGINAL)
-# Every behavioural field of the two configs, with another value
-FIELDS = [
-    ("gpt2", {"layer_norm_epsilon": 1e-5}),
-    ("gpt2", {"activation_function": "gelu"}),  # report 023: exact instead of by tanh
-    ("gpt2", {"activation_function": "relu"}),
-    ("gpt2", {"activation_function": "silu"}),
-    ("gpt2", {"scale_attn_weights": False}),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    ("gpt2", {"n_head": 4}),
-    ("llama", {"rms_norm_eps": 1e-5}),
-    ("llama", {"hidden_act": "gelu"}),
-    ("llama", {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    ("llama", tiny.rope("linear", factor=2.5)),
-    ("llama_llama3", tiny.rope("default")),
-    ("llama_llama3", LLAMA3_32),
-    ("llama_yarn", tiny.rope("yarn", factor=4.0, **tiny.YARN, attention_factor=1.0)),
-    ("llama_yarn", tiny.rope("yarn", factor=4.0, **tiny.YARN, beta_slow=0.25)),
-    ("llama_longrope", tiny.rope("longrope", **tiny.LONG, original_max_position_embeddings=48)),
-]
 
-
-@pytest.mark.parametrize(("name", "change"), FIELDS)
+@pytest.mark.parametrize(("name", "change"), tiny.FIELDS)
 def test_report_137_a_config_field_changes_our_logits_as_it_changes_theirs(
     name: str, change: dict[str, Any]
 ) -> None:

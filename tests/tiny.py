@@ -10,74 +10,9 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
-
-# Awkward on purpose: no two sizes are equal, and the vocabulary is odd.
-GPT2 = {
-    "vocab_size": 61,
-    "n_positions": 40,
-    "n_embd": 24,
-    "n_layer": 3,
-    "n_head": 3,
-    "n_inner": 52,
-    "layer_norm_epsilon": 1e-3,
-}
-LLAMA = {
-    "vocab_size": 59,
-    "hidden_size": 24,
-    "intermediate_size": 38,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-3,
-}
-
-
-def rope(rope_type: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 500.0, **values, "rope_type": rope_type}}
-
-
-LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.5]}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ORIGINAL = {"original_max_position_embeddings": 16}
-YARN = {**ORIGINAL, "rope_theta": 20.0}  # so low that truncation moves a boundary between channels
-
-# name -> (model_type, what differs from the sizes above)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {}),
-    "gpt2_untied": ("gpt2", {"tie_word_embeddings": False}),
-    "gpt2_gelu": ("gpt2", {"activation_function": "gelu", "n_inner": None}),
-    "gpt2_relu": ("gpt2", {"activation_function": "relu"}),
-    "gpt2_silu": ("gpt2", {"activation_function": "silu"}),
-    "gpt2_unscaled": ("gpt2", {"scale_attn_weights": False}),
-    "gpt2_by_layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt2_reordered": ("gpt2", {"reorder_and_upcast_attn": True}),
-    "llama": ("llama", {}),
-    "llama_tied": ("llama", {"tie_word_embeddings": True}),
-    "llama_gqa": ("llama", {"num_key_value_heads": 2, "head_dim": 10}),
-    "llama_mqa": ("llama", {"num_key_value_heads": 1, "head_dim": None}),
-    "llama_biases": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
-    ),
-    "llama_attention_bias": ("llama", {"attention_bias": True}),
-    "llama_mlp_bias": ("llama", {"mlp_bias": True}),
-    "llama_gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama_theta": ("llama", rope("default")),
-    "llama_linear": ("llama", rope("linear", factor=2.5)),
-    "llama_dynamic": ("llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": 16}),
-    "llama_llama3": ("llama", rope("llama3", **LLAMA3, **ORIGINAL)),
-    "llama_yarn": ("llama", rope("yarn", factor=4.0, **YARN)),
-    "llama_yarn_all": (
-        "llama",
-        rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, mscale=0.7, mscale_all_dim=0.4,
-             truncate=False, **YARN),
-    ),
-    "llama_yarn_fixed": ("llama", rope("yarn", factor=4.0, attention_factor=1.3, **YARN)),
-    "llama_longrope": ("llama", rope("longrope", **LONG, **ORIGINAL)),
-}  # fmt: skip
+from families import FIELDS, SIZES, VARIANTS  # noqa: F401 (tests take them from here)
+from families.llama import LLAMA, LLAMA3, LONG, ORIGINAL, YARN, rope  # noqa: F401
+from torch import Tensor, nn
 
 
 def config(name: str, **overrides: Any):
@@ -85,9 +20,8 @@ def config(name: str, **overrides: Any):
     from transformers import CONFIG_MAPPING
 
     model_type, changes = VARIANTS[name]
-    sizes = {"gpt2": GPT2, "llama": LLAMA}[model_type]
     # HF writes into the rope dict it is given
-    values = copy.deepcopy({**sizes, **changes, **overrides})
+    values = copy.deepcopy({**SIZES[model_type], **changes, **overrides})
     return CONFIG_MAPPING[model_type](**values, attn_implementation="eager")
 
 
@@ -118,6 +52,16 @@ def from_config(hf_config: Any, seed: int = 0):
 def build(name: str, seed: int = 0, **overrides: Any):
     """A loud Hugging Face model of a variant."""
     return from_config(config(name, **overrides), seed)
+
+
+def file_state(hf_model: Any) -> dict[str, Tensor]:
+    """The tensors of a model as a file has them: transformers 5 fuses experts in memory."""
+    state = dict(hf_model.state_dict())
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    return dict(revert_weight_conversion(hf_model, state))
 
 
 def tokens(hf_config: Any, batch: int = 2, length: int | None = None) -> torch.Tensor:

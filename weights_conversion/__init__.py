@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig, closest
+from weights_conversion.families import all_architectures
 from weights_conversion.fields import Reading, check_angles
-from weights_conversion.gpt2 import GPT2
-from weights_conversion.llama import LLAMA
 from weights_conversion.table import (
     Architecture,
     Map,
@@ -41,7 +40,9 @@ __all__ = [
     "supported",
 ]
 
-_REGISTRY: dict[str, Architecture] = {family.model_type: family for family in (GPT2, LLAMA)}
+_REGISTRY: dict[str, Architecture] = {each.model_type: each for each in all_architectures()}
+# What a model made here is written as, if that family can say it all; the others come after them.
+_FIRST_CHOICES = ("gpt2", "llama")
 
 
 def supported() -> list[str]:
@@ -108,7 +109,7 @@ def export_config(
 
 def _candidates(hf_class: str | None) -> list[Architecture]:
     named = [family for family in _REGISTRY.values() if family.hf_class == hf_class]
-    return named or list(_REGISTRY.values())
+    return named or sorted(_REGISTRY.values(), key=lambda x: x.model_type not in _FIRST_CHOICES)
 
 
 def _updated(

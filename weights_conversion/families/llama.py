@@ -110,3 +110,4 @@ LLAMA = Architecture(
     ignore={f"{ATTN}rotary_emb.inv_freq": "follows from the config; older transformers saved it"},
     optional_prefix="model.",
 )
+ARCHITECTURES = (LLAMA,)

@@ -101,3 +101,4 @@ GPT2 = Architecture(
     },
     optional_prefix="transformer.",
 )
+ARCHITECTURES = (GPT2,)

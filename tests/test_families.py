@@ -1,0 +1,210 @@
+"""Every family, by the same tests: `tests/families/` says which models there are.
+
+What is checked for all variants elsewhere: logits and hidden states (test_hf_parity), bit-exact
+round trips of tensors and configs (test_conversion), folders on disk (test_loading).
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_hf_parity import (
+    TOLERANCE,
+    assert_close,
+    context_for,
+    greedy,
+    hf_greedy,
+    hf_in,
+    hf_run,
+    left_padded,
+    load,
+)
+from torch import Tensor, nn
+
+from transformer_lens_lite import HookedTransformer, KeyValueCache
+from weights_conversion import architecture_for
+from weights_conversion.fields import COSMETIC
+
+# One variant of each family: the first.
+FAMILIES = {model_type: name for name, (model_type, _) in reversed(tiny.VARIANTS.items())}
+# Their frequencies depend on how long the text is, so that cached and uncached differ, in HF too.
+LENGTH_DEPENDENT = {"llama_dynamic"} | {name for name in tiny.VARIANTS if "longrope" in name}
+FIXED = [name for name in tiny.VARIANTS if name not in LENGTH_DEPENDENT]
+
+
+def room(name: str) -> dict[str, Any]:
+    """Changes of a config that leave room for a prompt of 9 and 40 new tokens."""
+    length = {"n_positions": 64} if "n_positions" in tiny.SIZES[tiny.VARIANTS[name][0]] else {}
+    # a tied random model soon repeats one token
+    return {**length, **({"tie_word_embeddings": False} if name.startswith("gpt2") else {})}
+
+
+# --- fused = in chunks = padded -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIXED)
+@torch.no_grad()
+def test_chunks_and_padded_rows_give_the_logits_of_the_whole(name: str) -> None:
+    model = load(tiny.build(name))
+    tokens = tiny.tokens(tiny.config(name), batch=2, length=23)
+    whole = model(tokens)
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    parts = [model(part, past_kv_cache=cache) for part in tokens.split([7, 1, 11, 4], 1)]
+    assert_close(torch.cat(parts, 1), whole, atol=2e-5)
+    short = tokens[1, 8:]
+    padded, mask = left_padded([tokens[0], short])
+    logits = model(padded, attention_mask=mask)
+    assert_close(logits[0], whole[0], atol=2e-5)
+    assert_close(logits[1, 8:], model(short[None])[0], atol=2e-5)
+
+
+# --- greedy continuations -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_40_greedy_tokens_equal_hugging_faces(name: str) -> None:
+    hf_model = tiny.build(name, **room(name))
+    tokens = tiny.tokens(hf_model.config, batch=2, length=20 if name in LENGTH_DEPENDENT else 9)
+    tokens = tokens[:, :9] if name == "llama_dynamic" else tokens
+    theirs = hf_greedy(hf_model, tokens)
+    model = load(hf_model, **context_for(name))
+    assert torch.equal(greedy(model, tokens), theirs)
+    if name not in LENGTH_DEPENDENT:
+        assert torch.equal(greedy(model, tokens, use_past_kv_cache=False), theirs)
+
+
+# --- mistakes would show --------------------------------------------------------------------------
+
+NOT_BEHAVIOUR = {"original_architecture", "tie_word_embeddings", "n_ctx", "d_vocab", "d_vocab_out"}
+OTHER: dict[str, Any] = {
+    "normalization_type": "LN",
+    "act_fn": "relu",
+    "positional_embedding_type": "none",
+    "norm_place": "post",
+    "attention_dir": "bidirectional",
+    "rotary_scaling": None,
+    "router_type": "sigmoid",
+}
+
+
+def changed(name: str, value: Any, cfg: Any) -> Any:
+    """Another value of a field of our config."""
+    if name in OTHER:
+        other = OTHER[name]
+        if other == value:
+            other = {"LN": "RMS", "relu": "gelu", "none": "alibi", "post": "pre"}.get(value, value)
+            other = "softmax" if value == "sigmoid" else other
+        return other
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (list, tuple)):
+        swapped = {"local": "global", "global": "local", True: False, False: True}
+        flipped = [swapped.get(v, v) for v in value]
+        return flipped if flipped != list(value) else [1.5 * v for v in value]
+    if isinstance(value, int) and name in ("rotary_dim",):
+        return value // 2 if value % 4 == 0 else value - 2
+    if isinstance(value, int):
+        return value + 1
+    return 1.7 * value if name != "eps" else 1e-6
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+@torch.no_grad()
+def test_every_field_the_table_sets_shows_in_the_logits_or_is_refused(name: str) -> None:
+    hf_model = tiny.build(name)
+    model = load(hf_model, **context_for(name))
+    tokens = tiny.tokens(hf_model.config)
+    wanted = hf_run(hf_model, tokens).logits
+    hf_config = hf_model.config.to_dict()
+    architecture = architecture_for(hf_config)
+    fields = architecture.read_config(architecture.reading(hf_config))
+    defaults = {f.name: f.default for f in dataclasses.fields(model.cfg)}
+    state = model.state_dict()
+    silent = []
+    for field, value in fields.items():
+        if field in NOT_BEHAVIOUR or value is None:
+            continue
+        other = changed(field, value, model.cfg)
+        if (
+            not isinstance(value, bool)
+            and value == defaults.get(field)
+            and value in (-1.0, 1.0, 0.0)
+        ):
+            continue  # the feature is off in this variant
+        try:
+            mutant = HookedTransformer(dataclasses.replace(model.cfg, **{field: other}))
+            mutant.load_state_dict(state)
+        except (ValueError, RuntimeError):
+            continue  # refused
+        if (mutant(tokens) - wanted).abs().max() < 3 * TOLERANCE:
+            silent.append(f"{field}={other!r}")
+    assert silent == []
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+@torch.no_grad()
+def test_every_tensor_shows_in_the_logits(name: str) -> None:
+    """A parameter that is there, is not zero by nature and changes nothing was not converted."""
+    model = load(tiny.build(name), **context_for(name))
+    tokens = tiny.tokens(tiny.config(name))
+    wanted = model(tokens)
+    silent = []
+    for parameter_name, parameter in model.named_parameters():
+        if ".experts." in parameter_name and ".experts.0." not in parameter_name:
+            continue
+        kept = parameter.clone()
+        parameter.mul_(1.5).add_(0.1)
+        if (model(tokens) - wanted).abs().max() < 1e-5:
+            silent.append(parameter_name)
+        parameter.copy_(kept)
+    # softmax does not see what all keys share; without positions on top, that is the key bias
+    assert [n for n in silent if "b_K" not in n] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())
+def test_every_field_of_the_hf_config_is_accounted_for(name: str) -> None:
+    """Read, or listed as cosmetic with a reason: none passes by being a default."""
+    hf_config = tiny.config(name).to_dict()
+    architecture = architecture_for(hf_config)
+    reading = architecture.reading(hf_config)
+    architecture.read(reading)
+    unread = set(hf_config) - reading.was_read - set(COSMETIC) - set(architecture.cosmetic)
+    assert unread == {"is_encoder_decoder"} - reading.was_read
+
+
+# --- processing, half precision -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())
+@pytest.mark.filterwarnings("ignore:.*is skipped")
+@torch.no_grad()
+def test_processing_leaves_log_probabilities_alone(name: str) -> None:
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config)
+    theirs = hf_run(hf_model, tokens).logits
+    ours = HookedTransformer.from_pretrained(hf_model=hf_model, device="cpu")(tokens)
+    assert_close(ours.log_softmax(-1), theirs.log_softmax(-1))
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_precision_is_no_further_from_fp32_than_hugging_face(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Mean distances over several weights: one run's largest is a matter of luck."""
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    for seed in range(3):
+        hf_half: nn.Module = hf_in(dtype, tiny.build(name, seed), tmp_path / "half")
+        hf_wide = hf_in(torch.float32, hf_half, tmp_path / "wide")  # the same, rounded weights
+        tokens = tiny.tokens(hf_half.config)
+        exact = hf_run(hf_wide, tokens).logits
+        logits = load(hf_half, dtype=dtype)(tokens)
+        assert logits.dtype == dtype
+        ours.append((logits.float() - exact).abs().mean())
+        theirs.append((hf_run(hf_half, tokens).logits.float() - exact).abs().mean())
+    assert sum(ours) <= 1.1 * sum(theirs)
