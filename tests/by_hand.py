@@ -87,7 +87,7 @@ class ByHand:
             out = self.norm(out, f"{name}_post", kind.removesuffix("Pre"))
         return out * self.cfg.residual_scale
 
-    def norm(self, x: Tensor, name: str, kind: str | None) -> Tensor:
+    def norm(self, x: Tensor, name: str, kind: str | None, head: int | None = None) -> Tensor:
         if kind is None:
             return x
         if kind.startswith("LN"):
@@ -95,9 +95,11 @@ class ByHand:
         x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.cfg.eps)
         if kind.endswith("Pre"):
             return x
-        if kind == "LN":
-            return x * self[f"{name}.w"] + self[f"{name}.b"]
-        return x * (self[f"{name}.w"] + self.cfg.norm_weight_offset)
+        offset = 0.0 if name.endswith("mlp.ln") else self.cfg.norm_weight_offset
+        w, b = self[f"{name}.w"], self.weights.get(f"{name}.b", torch.zeros(()))
+        if head is not None and w.ndim == 2:
+            w, b = w[head], b[head] if b.ndim else b
+        return x * (w + offset) + b
 
     # -- attention --
 
@@ -113,11 +115,20 @@ class ByHand:
         w_v, b_v = self[f"{name}.{prefix}W_V"], self[f"{name}.{prefix}b_V"]
         k = [qk_input @ w_k[h] + b_k[h] for h in range(kv_heads)]
         v = [x @ w_v[h] + b_v[h] for h in range(kv_heads)]
-        if cfg.use_qk_norm:
+        if cfg.use_qk_norm and not cfg.qk_norm_after_rotary:
             q, k = self.qk_norm(q, f"{name}.q_norm"), self.qk_norm(k, f"{name}.k_norm")
         if cfg.clip_qkv is not None:
             q, k, v = ([t.clamp(-cfg.clip_qkv, cfg.clip_qkv) for t in part] for part in (q, k, v))
         out = self[f"{name}.b_O"].repeat(len(x), 1)
+        if cfg.positional_embedding_type == "rotary":
+            q, k = [self.turned(x, layer) for x in q], [self.turned(x, layer) for x in k]
+        turns = self.model.blocks[layer].attn.spec.rotary is not None
+        if cfg.use_qk_norm and cfg.qk_norm_after_rotary and turns:
+            q, k = self.qk_norm(q, f"{name}.q_norm"), self.qk_norm(k, f"{name}.k_norm")
+        growth = cfg.query_growth
+        if growth and not (growth.get("unrotated_only") and turns):
+            steps = (torch.arange(len(x)) + growth.get("start", 0)) // growth["length"]
+            q = [one * (1 + growth["scale"] * torch.log(1 + steps.double()))[:, None] for one in q]
         for head in range(cfg.n_heads):
             shared = head * kv_heads // cfg.n_heads
             pattern = self.pattern(q[head], k[shared], layer, head)
@@ -125,15 +136,15 @@ class ByHand:
         return out
 
     def qk_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
-        if self.cfg.qk_norm_per_head:
-            return [self.norm(head, name, "RMS") for head in heads]
+        kind = self.cfg.qk_norm_type
+        if self.cfg.qk_norm_over != "all_heads":
+            return [self.norm(head, name, kind, i) for i, head in enumerate(heads)]
         together = self.norm(torch.cat(heads, -1), name, "RMS")
         return list(together.split(self.cfg.d_head, -1))
 
     def pattern(self, q: Tensor, k: Tensor, layer: int, head: int) -> Tensor:
         cfg = self.cfg
-        if cfg.positional_embedding_type == "rotary":
-            q, k = self.turned(q, layer), self.turned(k, layer)
+        slopes = cfg.alibi_slopes or SLOPES.get(cfg.n_heads)
         scale = 1.0
         if cfg.use_attn_scale:
             scale = math.sqrt(cfg.d_head) if cfg.attn_scale == -1 else cfg.attn_scale
@@ -149,13 +160,15 @@ class ByHand:
             for j in range(n):
                 if cfg.attention_dir == "causal" and j > i:
                     continue
-                if local and abs(i - j) >= cfg.window_size:
+                if local and not cfg.chunked_attention and abs(i - j) >= cfg.window_size:
+                    continue
+                if local and cfg.chunked_attention and i // cfg.window_size != j // cfg.window_size:
                     continue
                 score = q[i] @ k[j] / scale
                 if cfg.attn_scores_soft_cap > 0:
                     score = cfg.attn_scores_soft_cap * torch.tanh(score / cfg.attn_scores_soft_cap)
                 if cfg.positional_embedding_type == "alibi":
-                    score = score - SLOPES[cfg.n_heads][head] * (i - j)
+                    score = score - slopes[head] * (i - j)
                 weights[i, j] = score.exp()
             weights[i] /= total + weights[i].sum()
         return weights

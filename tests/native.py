@@ -88,7 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window_rotary_grouped": {**WINDOW, **ROTARY, **GROUPED},
     "window_alibi": {**WINDOW, "positional_embedding_type": "alibi"},
     "qk_norm": {**ROTARY, **GROUPED, "use_qk_norm": True},
-    "qk_norm_full_width": {**ROTARY, **GROUPED, "use_qk_norm": True, "qk_norm_per_head": False},
+    "qk_norm_full_width": {**ROTARY, **GROUPED, "use_qk_norm": True, "qk_norm_over": "all_heads"},
     "clip_qkv": {"clip_qkv": 0.5},
     "sinks": {"use_attention_sinks": True},
     "sinks_window_grouped": {**WINDOW, **ROTARY, **GROUPED, "use_attention_sinks": True},

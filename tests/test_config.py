@@ -176,7 +176,20 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"norm_place": "post", "use_normalization_before_and_after": True},
         ["norm_place='post'", "use_normalization_before_and_after"],
     ),
-    ({"qk_norm_per_head": False}, ["qk_norm_per_head", "use_qk_norm"]),
+    ({"qk_norm_over": "all_heads"}, ["qk_norm_over", "use_qk_norm"]),
+    ({"qk_norm_type": "LN"}, ["qk_norm_type", "use_qk_norm"]),
+    (
+        {"use_qk_norm": True, "qk_norm_type": "LN", "qk_norm_over": "all_heads"},
+        ["qk_norm_over", "qk_norm_type"],
+    ),
+    ({"alibi_slopes": [1.0]}, ["alibi_slopes", "positional_embedding_type"]),
+    ({"positional_embedding_type": "alibi", "alibi_slopes": [1.0]}, ["alibi_slopes", "n_heads"]),
+    (
+        {"positional_embedding_type": "none", "reserved_positions": 2},
+        ["reserved_positions", "positional_embedding_type"],
+    ),
+    ({"chunked_attention": True}, ["chunked_attention", "use_local_attn"]),
+    ({"query_growth": {"scale": 1.0, "lenght": 4}}, ["query_growth", "lenght"]),
     ({"use_attn_in": True, "n_key_value_heads": 2}, ["use_attn_in", "n_key_value_heads=2"]),
     # what is not supported
     ({"n_devices": 2}, ["n_devices=2"]),

@@ -65,7 +65,7 @@ def to_native(table: Table, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def converted(name: str, **overrides: Any) -> tuple[dict[str, Tensor], Table, dict[str, Tensor]]:
     hf_model = tiny.build(name, **overrides)
     _, table = understand(hf_model.config.to_dict())
-    hf_state = dict(hf_model.state_dict())
+    hf_state = tiny.file_state(hf_model)
     return hf_state, table, to_native(table, hf_state)
 
 
@@ -90,8 +90,10 @@ def test_round_trip_is_bit_exact(name: str) -> None:
 def test_native_tensors_are_views_of_the_checkpoint(name: str) -> None:
     hf_state, table, state = converted(name)
     theirs = {tensor.untyped_storage().data_ptr() for tensor in hf_state.values()}
+    # one tensor for two parameters: they may not share memory
+    copies = {n for placed in table.maps if placed.row.copies for n in placed.native[1:]}
     for native, tensor in state.items():
-        if native not in table.zeros:
+        if native not in table.zeros and native not in copies:
             assert tensor.untyped_storage().data_ptr() in theirs, native
 
 
@@ -407,8 +409,8 @@ def test_configs_round_trip(name: str) -> None:
         return native.replace("{i}", "0") in state
 
     assert export_config(cfg, needs, hf_config)[1] == hf_config  # unchanged: the original
-    native = dataclasses.replace(cfg, original_architecture=None)
-    architecture, written = export_config(native, needs)  # from our config alone
+    # from our config alone; which family writes it is its class, as several can say the same
+    architecture, written = export_config(cfg, needs)
     assert architecture.model_type == hf_config["model_type"]
     again, table_again = understand(json.loads(json.dumps(written)))
     assert not differences(cfg, again)
@@ -518,7 +520,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": 3}, "'hidden_act' must be a string"),
     ("llama", {"is_encoder_decoder": True}, "encoder-decoder"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
-    ("llama", {"model_type": "lama"}, r"'lama' is not supported. Did you mean 'llama'.*\['gpt2', "),
+    ("llama", {"model_type": "lama"}, r"'lama' is not supported. Did you mean 'llama'.*'gpt2', "),
     ("llama", {"model_type": None}, "no model_type"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
     ("llama", {"architectures": 3}, "'architectures' must be a list of strings"),
@@ -671,7 +673,7 @@ def test_partial_rotation_for_families_that_have_it() -> None:
         {"partial_rotary_factor": 0.5},
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
     ):
-        assert rope(Reading(fields), 8, 64, partial=True)["rotary_dim"] == 4
+        assert rope(Reading(fields), 8, 64, partial=1.0)["rotary_dim"] == 4
 
 
 # --- writing configs ----------------------------------------------------------------------------

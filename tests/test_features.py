@@ -349,6 +349,7 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
         rotary,
         {"positional_embedding_type": "standard"},
         {"positional_embedding_type": "alibi"},
+        {"positional_embedding_type": "alibi", "alibi_slopes": [0.9, 0.5, 0.2, 0.1]},
         {"positional_embedding_type": "none"},
         {"positional_embedding_type": "shortformer"},
     )
@@ -363,9 +364,16 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
     return {
         **positions,
         **shape,
-        **maybe(use_local_attn=True, window_size=one_of(1, 3, 40), attn_types=["local", "global"]),
+        **one_of({}, {**LOCAL, "window_size": one_of(1, 3, 40), **maybe(chunked_attention=True)}),
         **one_of({}, {"use_attention_sinks": True}, {"attn_scores_soft_cap": 1.5}),
-        **one_of({}, {"use_qk_norm": True}, {"use_qk_norm": True, "qk_norm_per_head": False}),
+        **one_of(
+            {},
+            {"use_qk_norm": True, **maybe(qk_norm_after_rotary=True)},
+            {"use_qk_norm": True, "qk_norm_over": "all_heads"},
+            {"use_qk_norm": True, "qk_norm_over": "each_head", "qk_norm_type": one_of("LN", "RMS")},
+            {"use_qk_norm": True, "qk_norm_type": one_of("LN", "LNPre", "RMSPre")},
+        ),
+        **maybe(query_growth={"scale": 0.7, "length": 3, **maybe(unrotated_only=True, start=1)}),
         **maybe(clip_qkv=1.0),
         **maybe(attn_scale=1.7),
         **maybe(scale_attn_by_inverse_layer_idx=True),
@@ -389,6 +397,7 @@ def chunkings(draw: st.DrawFn, length: int = native.LENGTH) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
 
 
+LOCAL = {"use_local_attn": True, "attn_types": ["local", "global"]}
 without_deadline = settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -452,7 +461,12 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "attn_only": ({}, True),
     "parallel_attn_mlp": ({}, True),
     "use_qk_norm": ({}, True),
-    "qk_norm_per_head": ({"use_qk_norm": True}, False),
+    "qk_norm_over": ({"use_qk_norm": True}, "all_heads"),
+    "qk_norm_type": ({"use_qk_norm": True}, "LN"),
+    "qk_norm_after_rotary": ({**ROTARY, "use_qk_norm": True}, True),
+    "alibi_slopes": ({"positional_embedding_type": "alibi"}, [0.3, 0.2, 0.1, 0.4]),
+    "chunked_attention": (WINDOW, True),
+    "query_growth": ({}, {"scale": 0.5, "length": 3, "start": 1}),
     "clip_qkv": ({}, 0.5),
     "use_attention_sinks": ({}, True),
     "attn_scores_soft_cap": ({}, 5.0),
@@ -495,7 +509,8 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
 SIZES = {"n_layers", "d_model", "n_ctx", "d_head", "n_heads", "d_mlp", "d_vocab", "d_vocab_out"}
 SIZES |= {"n_key_value_heads"}
 NOT_ABOUT_NUMBERS = {
-    "model_name", "original_architecture", "from_checkpoint", "checkpoint_index",
+    "reserved_positions", "model_name", "original_architecture", "from_checkpoint",
+    "checkpoint_index",
     "checkpoint_label_type", "checkpoint_value", "n_params", "uses_rms_norm", "layer_norm_folding",
     "relative_attention_max_distance", "relative_attention_num_buckets", "decoder_start_token_id",
     "train_seq_length",  # metadata

@@ -50,7 +50,7 @@ FOLDABLE = {
         **RMS, **GATED, "norm_place": "both", "norm_weight_offset": 1.0, "use_qk_norm": True,
         "output_logits_soft_cap": 2.0, "tie_word_embeddings": True,
     },
-    "rms_qk_norm_full": {**RMS, "use_qk_norm": True, "qk_norm_per_head": False},
+    "rms_qk_norm_full": {**RMS, "use_qk_norm": True, "qk_norm_over": "all_heads"},
     "rms_solu": {**RMS, "act_fn": "solu_ln"},
     "rms_sinks": {**RMS, **GATED, "use_attention_sinks": True, "n_key_value_heads": 2},
 }  # fmt: skip

@@ -7,6 +7,7 @@ count layers or look at an architecture's name.
 
 import difflib
 import json
+import math
 import pprint
 import random
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ POSITIVE = (
     "embed_scale", "residual_scale", "logit_scale",
 )  # fmt: skip
 NORM_PLACES = ("pre", "post", "both")
+QK_NORM_OVER = ("head", "each_head", "all_heads")
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -73,12 +75,13 @@ def default_device() -> str:
 @dataclass(frozen=True)
 class NormSpec:
     """One normalisation: `kind` LN, LNPre, RMS or RMSPre; `offset` is added to the weight (Gemma:
-    1)."""
+    1); with `n_heads`, every head has weights of its own, [n_heads, width]."""
 
     kind: str
     width: int
     eps: float
     offset: float = 0.0
+    n_heads: int | None = None
 
     def widened_to(self, width: int) -> "NormSpec":
         """The same norm over another width."""
@@ -96,6 +99,16 @@ class RotarySpec:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries grow with their position: times 1 + scale * log(1 + floor((pos + start) / length))
+    (Llama 4; arXiv 2501.19399)."""
+
+    scale: float
+    length: float
+    start: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Everything one attention layer is built from."""
 
@@ -107,11 +120,14 @@ class AttentionSpec:
     scale: float  # multiplies q·k
     causal: bool
     window: int | None  # a query sees this many keys, itself included; None: all
+    chunk: int | None  # a query sees only its own stretch of this many positions (Llama 4)
     rotary: RotarySpec | None
-    alibi: bool
+    alibi: tuple[float, ...] | None  # the penalty per position of each head
+    growth: QueryGrowth | None
     softcap: float | None
     qk_norm: NormSpec | None
-    qk_norm_per_head: bool
+    qk_norm_joins_heads: bool  # one norm over all heads together
+    qk_norm_after_rotary: bool
     clip_qkv: float | None
     sinks: bool
 
@@ -141,6 +157,16 @@ class BlockSpec:
     norm_place: str  # "pre", "post" or "both"
     parallel: bool
     residual_scale: float
+
+
+def alibi_slopes(n_heads: int) -> list[float]:
+    """The penalty per position of each head (ALiBi, arXiv 2108.12409).
+
+    A geometric series for a power of two; other counts take every second slope of the next one.
+    """
+    power = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
 
 
 # --- the flat configuration ---------------------------------------------------------------------
@@ -264,11 +290,21 @@ class HookedTransformerConfig:
     rotary_scaling: dict[str, Any] | None = None  # {"rope_type": …}; see rope_scaling.py
     rotary_scaling_global_only: bool = False  # local layers turn unscaled
     rotary_layers: Sequence[bool] | None = None  # which layers turn at all (None: every one)
-    qk_norm_per_head: bool = True  # False: one norm over all heads together
+    qk_norm_type: str = "RMS"  # or "RMSPre", "LN", "LNPre"
+    # "head": the same weight [d_head] for every head; "each_head": [n_heads, d_head]; "all_heads":
+    # one norm over all heads together, [n_heads * d_head]
+    qk_norm_over: str = "head"
+    qk_norm_after_rotary: bool = False  # where nothing turns there is no norm then
+    alibi_slopes: Sequence[float] | None = None  # the penalty per position of each head
+    reserved_positions: int = 0  # rows of the position matrix before that of position 0
+    # local layers see stretches of window_size positions instead of a window that slides
+    chunked_attention: bool = False
+    # {"scale", "length", "start", "unrotated_only"}: see QueryGrowth
+    query_growth: dict[str, Any] | None = None
     norm_place: str = (
         "pre"  # "post": only after attention and MLP; "both" = use_normalization_before_and_after
     )
-    norm_weight_offset: float = 0.0  # RMS weights mean (offset + w)
+    norm_weight_offset: float = 0.0  # weights of norms mean (offset + w)
     gated_mlp_biases: bool = False  # b_gate and b_up in a gated MLP
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies attn_out and mlp_out
@@ -303,6 +339,11 @@ class HookedTransformerConfig:
             least = 0 if name == "n_layers" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not isinstance(self.reserved_positions, int) or self.reserved_positions < 0:
+            raise ValueError(
+                f"reserved_positions must be an integer of at least 0, got "
+                f"{self.reserved_positions!r}"
+            )
         for name in ("n_heads", "d_vocab", "d_vocab_out"):
             value = getattr(self, name)
             if not isinstance(value, int) or (value < 1 and value != -1):
@@ -351,6 +392,8 @@ class HookedTransformerConfig:
             "init_mode": INIT_MODES,
             "attention_dir": ("causal", "bidirectional"),
             "norm_place": NORM_PLACES,
+            "qk_norm_type": NORMALIZATIONS[:-1],
+            "qk_norm_over": QK_NORM_OVER,
         }
         if not self.attn_only:
             choices["act_fn"] = ACTIVATIONS
@@ -408,8 +451,35 @@ class HookedTransformerConfig:
             raise ValueError("gated_mlp_biases=True contradicts gated_mlp=False")
         if self.norm_place != "pre" and self.normalization_type is None:
             raise ValueError(f"norm_place={self.norm_place!r} contradicts normalization_type=None")
-        if not self.qk_norm_per_head and not self.use_qk_norm:
-            raise ValueError("qk_norm_per_head=False contradicts use_qk_norm=False")
+        for name, default in (
+            ("qk_norm_type", "RMS"),
+            ("qk_norm_over", "head"),
+            ("qk_norm_after_rotary", False),
+        ):
+            value = getattr(self, name)
+            if value != default and not self.use_qk_norm:
+                raise ValueError(f"{name}={value!r} contradicts use_qk_norm=False")
+        if self.qk_norm_over == "all_heads" and self.qk_norm_type != "RMS":
+            raise ValueError(
+                f"qk_norm_over='all_heads' needs qk_norm_type='RMS', got {self.qk_norm_type!r}"
+            )
+        kind = self.positional_embedding_type
+        if self.alibi_slopes is not None and kind != "alibi":
+            raise ValueError(
+                f"alibi_slopes without positional_embedding_type='alibi'; it is {kind!r}"
+            )
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.n_heads:
+            raise ValueError(
+                f"alibi_slopes has {len(self.alibi_slopes)} entries but n_heads={self.n_heads}"
+            )
+        if self.reserved_positions and kind not in ("standard", "shortformer"):
+            raise ValueError(
+                f"reserved_positions={self.reserved_positions} without learned positions; "
+                f"positional_embedding_type is {kind!r}"
+            )
+        if self.chunked_attention and not self.use_local_attn:
+            raise ValueError("chunked_attention=True has no effect with use_local_attn=False")
+        self._query_growth(turns=False)  # raises on bad parameters
 
     def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
         values = getattr(self, name)
@@ -528,6 +598,7 @@ class HookedTransformerConfig:
             self.rotary_layers is None or self.rotary_layers[layer]
         )
         n_kv_heads = self.n_key_value_heads or self.n_heads
+        window = self.window_size if attn_type == "local" else None
         return AttentionSpec(
             d_model=self.d_model,
             n_heads=self.n_heads,
@@ -536,15 +607,44 @@ class HookedTransformerConfig:
             grouped=self.n_key_value_heads is not None,
             scale=self._score_scale(layer),
             causal=self.attention_dir == "causal",
-            window=self.window_size if attn_type == "local" else None,
+            window=None if self.chunked_attention else window,
+            chunk=window if self.chunked_attention else None,
             rotary=self.rotary_spec(attn_type) if turns else None,
-            alibi=self.positional_embedding_type == "alibi",
+            alibi=self._alibi_slopes(),
+            growth=self._query_growth(turns),
             softcap=self.attn_scores_soft_cap if self.attn_scores_soft_cap > 0 else None,
-            qk_norm=self.norm_spec(self.d_head, "RMS") if self.use_qk_norm else None,
-            qk_norm_per_head=self.qk_norm_per_head,
+            qk_norm=self._qk_norm_spec() if turns or not self.qk_norm_after_rotary else None,
+            qk_norm_joins_heads=self.qk_norm_over == "all_heads",
+            qk_norm_after_rotary=self.qk_norm_after_rotary,
             clip_qkv=self.clip_qkv,
             sinks=self.use_attention_sinks,
         )
+
+    def _qk_norm_spec(self) -> NormSpec | None:
+        """Of queries; `n_heads` is that of keys for keys."""
+        if not self.use_qk_norm:
+            return None
+        n_heads = self.n_heads if self.qk_norm_over == "each_head" else None
+        return NormSpec(self.qk_norm_type, self.d_head, self.eps, self.norm_weight_offset, n_heads)
+
+    def _alibi_slopes(self) -> tuple[float, ...] | None:
+        if self.positional_embedding_type != "alibi":
+            return None
+        return tuple(self.alibi_slopes or alibi_slopes(self.n_heads))
+
+    def _query_growth(self, turns: bool) -> QueryGrowth | None:
+        """That of a layer that turns, or does not."""
+        given = dict(self.query_growth or {})
+        unrotated_only = given.pop("unrotated_only", False)
+        if not given or (unrotated_only and turns):
+            return None
+        try:
+            growth = QueryGrowth(**given)
+        except TypeError as error:
+            raise ValueError(f"query_growth={self.query_growth!r}: {error}") from None
+        if not growth.length > 0:
+            raise ValueError(f"query_growth: length must be positive, got {growth.length!r}")
+        return growth
 
     def _score_scale(self, layer: int) -> float:
         divisor = 1.0
@@ -591,7 +691,7 @@ class HookedTransformerConfig:
         values = self.to_dict()
         values["dtype"] = str(self.dtype).removeprefix("torch.")
         values["device"] = str(self.device)
-        for name in ("attn_types", "rotary_layers"):
+        for name in ("attn_types", "rotary_layers", "alibi_slopes"):
             values[name] = None if values[name] is None else list(values[name])
         return json.dumps(values, indent=2, sort_keys=True)
 

@@ -206,7 +206,7 @@ class ModelCheckpoint:
         self.where = f"the config of the {type(hf_model).__name__}"
         config: Any = hf_model.config
         self.config = config.to_dict() if hf_config is None else dict(hf_config)
-        self.tensors = hf_model.state_dict()
+        self.tensors = _as_in_files(hf_model)
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -222,6 +222,16 @@ class ModelCheckpoint:
 
     def n_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _as_in_files(hf_model: torch.nn.Module) -> dict[str, Tensor]:
+    """The tensors under the names that files have: transformers 5 renames some in memory."""
+    state = dict(hf_model.state_dict())
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: the names are the same
+        return state
+    return dict(revert_weight_conversion(hf_model, state))
 
 
 Checkpoint = FolderCheckpoint | ModelCheckpoint

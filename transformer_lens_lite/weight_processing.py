@@ -196,9 +196,8 @@ class FoldLayerNorm(Step):
 
     def fold(self, cfg: HookedTransformerConfig, weights: State, norm: str) -> None:
         """One norm into all its readers."""
-        w, b = weights.pop(f"{norm}.w"), weights.pop(f"{norm}.b", None)
-        if b is None:  # an RMSNorm
-            w = w + cfg.norm_weight_offset
+        w, b = weights.pop(f"{norm}.w"), weights.pop(f"{norm}.b", None)  # RMSNorms have no bias
+        w = w + cfg.norm_weight_offset
         for matrix, bias in readers(cfg, norm):
             if b is not None and bool(b.any()):  # else a gate may have no bias to add to
                 weights[bias] = weights[bias] + b @ weights[matrix]

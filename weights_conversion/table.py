@@ -3,8 +3,8 @@
     Map("model.layers.{i}.self_attn.q_proj.weight", "blocks.{i}.attn.W_Q", "(n h) m -> n m h")
 
 Letters are sizes: n heads, k key/value heads, g = n/k, h d_head, m d_model, f d_mlp, v d_vocab,
-u d_vocab_out, c n_ctx, e experts. Importing applies the pattern, exporting swaps the sides of its
-arrow. `{i}` runs over the layers, `{e}` over the experts of a layer.
+u d_vocab_out, c n_ctx, r reserved positions, e experts. Importing applies the pattern, exporting
+swaps the sides of its arrow. `{i}` runs over the layers, `{e}` over the experts of a layer.
 
 Rows rename, reshape, split and stack; they never do arithmetic, so a round trip is bit-exact. What
 a pattern gives is a *view* of the checkpoint's matrix wherever strides can express it: a forward
@@ -123,6 +123,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> dict[str, int]:
         "v": cfg.d_vocab,
         "u": cfg.d_vocab_out,
         "c": cfg.n_ctx,
+        "r": cfg.reserved_positions,
         "e": cfg.num_experts or 0,
     }
 
@@ -485,7 +486,8 @@ def behaviour(cfg: HookedTransformerConfig) -> dict[str, Any]:
     """What a config means, field by field: equal behaviour, equal logits."""
     names = (
         "n_layers d_model d_vocab d_vocab_out tie_word_embeddings positional_embedding_type "
-        "post_embedding_ln output_logits_soft_cap embed_scale logit_scale attn_only"
+        "reserved_positions post_embedding_ln output_logits_soft_cap embed_scale logit_scale "
+        "attn_only"
     )
     result = {name: getattr(cfg, name) for name in names.split()}
     result["final_norm"] = cfg.final_norm_spec()

@@ -1,6 +1,7 @@
 """Multi-head attention (arXiv 1706.03762) with one, several or a single key-value head per
 group."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_lens_lite.components.context import ForwardContext, Mask
-from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm
+from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, build_norm
 from transformer_lens_lite.components.storage import (
     JoinedProjection,
     in_matrix,
@@ -84,9 +85,9 @@ class Attention(Component):
         spec = self.spec.qk_norm
         if spec is None:
             return Absent()
-        if self.spec.qk_norm_per_head:
-            return RMSNorm(spec)
-        return FullWidthRMSNorm(spec.widened_to(n_heads * spec.width))
+        if self.spec.qk_norm_joins_heads:
+            return FullWidthRMSNorm(spec.widened_to(n_heads * spec.width))
+        return build_norm(spec if spec.n_heads is None else replace(spec, n_heads=n_heads))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in LEGACY_BUFFERS:
@@ -114,12 +115,17 @@ class Attention(Component):
         head."""
         q, k, v = self.projected(query_input, key_input, value_input)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if not self.spec.qk_norm_after_rotary:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.spec.clip_qkv is not None:
             q, k, v = (x.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for x in (q, k, v))
         if self.spec.rotary is not None:
             turn = context.turn(self.spec.rotary)
             q, k = self.hook_rot_q(turn(q)), self.hook_rot_k(turn(k))
+        if self.spec.qk_norm_after_rotary:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.spec.growth is not None:
+            q = (q * context.growth(self.spec.growth)).to(q.dtype)
         segments = context.key_values(self.layer_id, k.transpose(1, 2), v.transpose(1, 2))
         z = self.hook_z(self.attend(q.transpose(1, 2), segments, context.mask(self.spec)))
         return self.back_to_stream(z)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.components.rotary import Turn, inverse_frequencies
-from transformer_lens_lite.config import AttentionSpec, RotarySpec
+from transformer_lens_lite.config import AttentionSpec, QueryGrowth, RotarySpec
 from transformer_lens_lite.kv_cache import KeyValueCache, Segment
 
 T = TypeVar("T")
@@ -167,6 +167,14 @@ class ForwardContext(Memo):
         angles = self.positions[..., None].float() * frequencies[..., None, :]
         return Turn(angles, rotary.adjacent_pairs, rotary.scaling.attention_factor)
 
+    def growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:
+        """What the queries of the new positions are multiplied by."""
+        return self._once(spec, lambda: self._make_growth(spec))
+
+    def _make_growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:
+        steps = ((self.positions + spec.start).float() / spec.length).floor()
+        return (1.0 + spec.scale * torch.log1p(steps))[:, :, None, None]
+
     # -- the cache --
 
     def key_values(
@@ -195,25 +203,31 @@ class ForwardContext(Memo):
     def mask(self, spec: AttentionSpec) -> Mask:
         """The mask of a layer, made once per distinct kind."""
         window = spec.window if spec.window is not None and spec.window < self.n_keys else None
-        kind = (spec.causal, window, spec.n_heads if spec.alibi else None)
+        chunk = spec.chunk if spec.chunk is not None and spec.chunk < self.n_keys else None
+        kind = (spec.causal, window, chunk, spec.alibi)
         return self._once(kind, lambda: self._make_mask(*kind))
 
-    def _make_mask(self, causal: bool, window: int | None, alibi_heads: int | None) -> Mask:
+    def _make_mask(
+        self,
+        causal: bool,
+        window: int | None,
+        chunk: int | None,
+        alibi: tuple[float, ...] | None,
+    ) -> Mask:
         padded = self.attention_mask is not None
-        bites = (causal and self.n_new > 1) or window is not None or padded
+        local = window is not None or chunk is not None
+        bites = (causal and self.n_new > 1) or local or padded
         return Mask(
-            is_causal=bites
-            and window is None
-            and not padded
-            and not alibi_heads
-            and not self.n_past,
-            visible=partial(self._visible, causal, window) if bites else None,
-            distance=partial(self._alibi, alibi_heads) if alibi_heads is not None else None,
+            is_causal=bites and not local and not padded and alibi is None and not self.n_past,
+            visible=partial(self._visible, causal, window, chunk) if bites else None,
+            distance=partial(self._alibi, alibi) if alibi is not None else None,
             has_padding=padded,
             dtype=self.dtype,
         )
 
-    def _visible(self, causal: bool, window: int | None) -> Bool[Tensor, "row pos key_pos"]:
+    def _visible(
+        self, causal: bool, window: int | None, chunk: int | None
+    ) -> Bool[Tensor, "row pos key_pos"]:
         slots = torch.arange(self.n_keys, device=self.device)
         visible = torch.ones(1, self.n_new, self.n_keys, dtype=torch.bool, device=self.device)
         if causal:
@@ -221,21 +235,14 @@ class ForwardContext(Memo):
         if window is not None:
             distance = self.positions[:, :, None] - self.key_positions[:, None, :]
             visible = visible & (distance < window) & (distance > -window)
+        if chunk is not None:
+            chunks = self.key_positions // chunk
+            visible = visible & (chunks[:, self.n_past :, None] == chunks[:, None, :])
         if self.attention_mask is not None:
             visible = visible & self.attention_mask[:, None, :].bool()
         return visible
 
-    def _alibi(self, n_heads: int) -> Float[Tensor, "row head pos key_pos"]:
+    def _alibi(self, slopes: tuple[float, ...]) -> Float[Tensor, "row head pos key_pos"]:
         distance = self.positions[:, :, None] - self.key_positions[:, None, :]
-        return -alibi_slopes(n_heads).to(self.device)[:, None, None] * distance[:, None].float()
-
-
-def alibi_slopes(n_heads: int) -> Float[Tensor, " head"]:
-    """The penalty per position of each head (ALiBi, arXiv 2108.12409).
-
-    A geometric series for a power of two; other counts take every second slope of the next one.
-    """
-    power = 2 ** math.floor(math.log2(n_heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
-    return torch.tensor(slopes)
+        per_head = torch.tensor(slopes, device=self.device)[:, None, None]
+        return -per_head * distance[:, None].float()

@@ -48,11 +48,18 @@ class Embed(Component):
 
 
 class PosEmbed(Component):
-    """Learned positions, `W_pos` [n_ctx, d_model]."""
+    """Learned positions, `W_pos` [n_ctx, d_model].
+
+    `W_reserved` [n, d_model], where a checkpoint has rows before that of position 0: read by
+    nobody, and kept for writing the checkpoint back.
+    """
 
     def __init__(self, cfg: HookedTransformerConfig) -> None:
         super().__init__()
         self.cfg = cfg
+        if cfg.reserved_positions:
+            reserved = torch.zeros(cfg.reserved_positions, cfg.d_model)
+            self.W_reserved = nn.Parameter(reserved, requires_grad=False)
         self.W_pos = nn.Parameter(torch.empty(cfg.n_ctx, cfg.d_model))
 
     def forward(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:

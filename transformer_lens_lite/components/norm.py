@@ -14,8 +14,13 @@ def widened(x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def weight_shape(spec: NormSpec) -> tuple[int, ...]:
+    """[width], or [head, width]."""
+    return (spec.width,) if spec.n_heads is None else (spec.n_heads, spec.width)
+
+
 class Norm(Component):
-    """x -> normalized(x) * w + b, with two places to listen.
+    """x -> normalized(x) * (offset + w) + b, with two places to listen.
 
     `hook_scale` [..., 1] is the root of the mean square (plus eps) that x, centred for LayerNorm,
     is divided by; `hook_normalized` [..., width] is the quotient, before weight and bias. Both are
@@ -23,6 +28,7 @@ class Norm(Component):
     """
 
     centred = False
+    w: nn.Parameter
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
@@ -54,6 +60,10 @@ class Norm(Component):
         """Weight and bias, where there are any."""
         return normalized
 
+    def weight(self) -> Float[Tensor, "*head width"]:
+        """What the quotient is multiplied by."""
+        return self.w + self.offset if self.offset else self.w
+
 
 class LayerNormPre(Norm):
     """LayerNorm whose weight and bias were folded into the next matrix."""
@@ -65,18 +75,21 @@ class LayerNormPre(Norm):
 
 
 class LayerNorm(LayerNormPre):
-    """Layer normalisation (arXiv 1607.06450) with weight `w` and bias `b`, both [width]."""
+    """Layer normalisation (arXiv 1607.06450) with weight `offset + w` and bias `b`, both [width] or
+    [head, width]."""
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__(spec)
-        self.w = nn.Parameter(torch.ones(spec.width))
-        self.b = nn.Parameter(torch.zeros(spec.width))
+        self.w = nn.Parameter(torch.full(weight_shape(spec), 1.0 - spec.offset))
+        self.b = nn.Parameter(torch.zeros(weight_shape(spec)))
 
     def fused(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return torch.layer_norm(x, (self.width,), self.w, self.b, self.eps)
+        if self.w.ndim == 1:
+            return torch.layer_norm(x, (self.width,), self.weight(), self.b, self.eps)
+        return self.rescale(super().fused(x))
 
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return normalized * self.w + self.b
+        return normalized * self.weight() + self.b
 
 
 class RMSNormPre(Norm):
@@ -88,15 +101,15 @@ class RMSNormPre(Norm):
 
 
 class RMSNorm(RMSNormPre):
-    """Root-mean-square normalisation (arXiv 1910.07467) with weight `offset + w`, [width]."""
+    """Root-mean-square normalisation (arXiv 1910.07467) with weight `offset + w`, [width] or [head,
+    width]."""
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__(spec)
-        self.w = nn.Parameter(torch.full((spec.width,), 1.0 - spec.offset))
+        self.w = nn.Parameter(torch.full(weight_shape(spec), 1.0 - spec.offset))
 
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        weight = self.w + self.offset if self.offset else self.w
-        return normalized * weight
+        return normalized * self.weight()
 
 
 class FullWidthRMSNorm(RMSNorm):
