@@ -156,7 +156,9 @@ def test_every_tensor_shows_in_the_logits(name: str) -> None:
         if ".experts." in parameter_name and ".experts.0." not in parameter_name:
             continue
         kept = parameter.clone()
-        parameter.mul_(1.5).add_(0.1)
+        # not the same for all channels: LayerNorm takes that away again
+        uneven = torch.linspace(0.1, 0.3, parameter.numel()).view_as(parameter)
+        parameter.mul_(1.5).add_(uneven)
         if (model(tokens) - wanted).abs().max() < 1e-5:
             silent.append(parameter_name)
         parameter.copy_(kept)

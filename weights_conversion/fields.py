@@ -128,6 +128,10 @@ class Reading:
             raise ValueError(f"{self.where}: {name!r} must be {what}, got {value!r}")
         return value
 
+    def if_missing(self, name: str, default: Any) -> Any:
+        """The default of a field in which null is a value of its own, most often "off"."""
+        return None if name in self.config else default
+
     def size(self, name: str, default: Any = _REQUIRED) -> Any:
         return self._typed(name, default, "a positive integer", _is_size)
 
@@ -223,7 +227,11 @@ _ROPE_KEYS = {
 
 
 def rope(
-    reading: Reading, d_head: int, max_positions: int, theta: float = 10000.0, partial: bool = False
+    reading: Reading,
+    d_head: int,
+    max_positions: int,
+    theta: float = 10000.0,
+    partial: float | None = None,
 ) -> dict[str, Any]:
     """Our config's rotary fields, from either spelling of Hugging Face's.
 
@@ -231,16 +239,16 @@ def rope(
     5 one `rope_parameters`. Defaults that Hugging Face takes from other fields are written out, so
     that a later change of n_ctx changes no angle.
 
-    `partial`: the family turns only `partial_rotary_factor` of each head.
+    `partial`: the family turns only `partial_rotary_factor` of each head, by default this much.
 
     Raises:
         ValueError: unknown rope type or key, a key that is missing, or a value that is no number.
     """
     where = f"{reading.where}: rope parameters"
-    values = _rope_values(reading, theta)
+    values = _rope_values(reading, theta, 1.0 if partial is None else partial)
     base = _number(where, "rope_theta", values.pop("rope_theta"))
     part = _number(where, "partial_rotary_factor", values.pop("partial_rotary_factor"))
-    if part != 1.0 and not partial:
+    if part != 1.0 and partial is None:
         # transformers' Llama ignores it (default type) or fails on it (every other type)
         raise ValueError(f"{where}: partial_rotary_factor={part} is not a feature of this family")
     outer_original = reading.size("original_max_position_embeddings", None)
@@ -254,7 +262,7 @@ def rope(
     }
 
 
-def _rope_values(reading: Reading, theta: float) -> dict[str, Any]:
+def _rope_values(reading: Reading, theta: float, partial: float) -> dict[str, Any]:
     """Both spellings as one flat dict, in Hugging Face's order of precedence."""
     new, old = reading.mapping("rope_parameters"), reading.mapping("rope_scaling")
     inside = dict(old or new)
@@ -263,7 +271,7 @@ def _rope_values(reading: Reading, theta: float) -> dict[str, Any]:
     kind = inside.pop("type", None)
     beside = {
         "rope_theta": reading.number("rope_theta", theta),
-        "partial_rotary_factor": reading.number("partial_rotary_factor", 1.0),
+        "partial_rotary_factor": reading.number("partial_rotary_factor", partial),
         "rope_type": "default" if kind is None else kind,
     }
     return {**beside, **{name: value for name, value in inside.items() if value is not None}}
@@ -354,12 +362,7 @@ def write_rope(cfg: HookedTransformerConfig) -> dict[str, Any]:
         kind = cfg.positional_embedding_type
         raise ValueError(f"positional_embedding_type={kind!r} is not 'rotary'")
     spec = cfg.rotary_spec("global")
-    scaling: dict[str, Any] = {"rope_type": type(spec.scaling).rope_type}
-    for field in dataclasses.fields(spec.scaling):
-        value = getattr(spec.scaling, field.name)
-        if value is not None:
-            name = field.name.removeprefix("fixed_")
-            scaling[name] = list(value) if isinstance(value, tuple) else value
+    scaling = _written_scaling(spec.scaling)
     dynamic = scaling["rope_type"] == "dynamic"
     trained = scaling["original_max_position_embeddings"] if dynamic else cfg.n_ctx
     if dynamic:
@@ -370,6 +373,121 @@ def write_rope(cfg: HookedTransformerConfig) -> dict[str, Any]:
         "rope_theta": spec.base,
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
     }
+
+
+def _written_scaling(scaling: Any) -> dict[str, Any]:
+    written: dict[str, Any] = {"rope_type": scaling.rope_type}
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        if value is not None:
+            name = field.name.removeprefix("fixed_")
+            written[name] = list(value) if isinstance(value, tuple) else value
+    return written
+
+
+# --- layers of two kinds ------------------------------------------------------------------------
+
+_LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
+
+
+def attn_types(reading: Reading, n_layers: int, default: Iterable[bool]) -> list[str]:
+    """ "global" or "local" for each layer; `default` says which slide when the config does not."""
+    names = reading.names("layer_types")
+    if unknown := sorted(set(names) - set(_LAYER_TYPES)):
+        raise ValueError(f"{reading.where}: layer_types may hold {sorted(_LAYER_TYPES)}: {unknown}")
+    if names and len(names) != n_layers:
+        raise ValueError(
+            f"{reading.where}: layer_types has {len(names)} entries for {n_layers} layers"
+        )
+    return [_LAYER_TYPES[name] for name in names] or ["local" if x else "global" for x in default]
+
+
+def windows(types: list[str], window: int | None) -> dict[str, Any]:
+    """Our config's fields for layers of which the local ones see `window` positions."""
+    if window is None or "local" not in types:
+        return {}
+    return {"use_local_attn": True, "window_size": window, "attn_types": types}
+
+
+def write_windows(cfg: HookedTransformerConfig) -> dict[str, Any]:
+    """The inverse of `attn_types` and `windows`."""
+    names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+    types = list(cfg.attn_types or ()) if cfg.use_local_attn else ["global"] * cfg.n_layers
+    return {
+        # Hugging Face makes the mask even when no layer looks through it
+        "sliding_window": cfg.window_size or cfg.n_ctx,
+        "layer_types": [names[each] for each in types],
+    }
+
+
+def rope_by_layer_type(
+    reading: Reading, d_head: int, max_positions: int, theta: float, local_theta: float
+) -> dict[str, Any]:
+    """Our rotary fields for a family whose sliding layers turn at a rate of their own.
+
+    transformers 5 writes `rope_parameters` per layer type; 4 wrote `rope_theta`, `rope_scaling`,
+    which only full attention has, and `rope_local_base_freq`.
+    """
+    where = f"{reading.where}: rope parameters"
+    nested = reading.mapping("rope_parameters")
+    if unknown := sorted(set(nested) - set(_LAYER_TYPES)):
+        raise ValueError(f"{where}: unknown layer types {unknown}")
+    beside = {
+        "full_attention": (reading.number("rope_theta", theta), reading.mapping("rope_scaling")),
+        "sliding_attention": (reading.number("rope_local_base_freq", local_theta), {}),
+    }
+    both = {}
+    for name, (base, scaling) in beside.items():
+        values = {"rope_theta": base, **(nested.get(name) or {}), **scaling}
+        one = Reading({"rope_parameters": values}, f"{reading.where}: {name}")
+        both[name] = rope(one, d_head, max_positions)
+    fields, local = both["full_attention"], both["sliding_attention"]
+    scaling, local_scaling = fields["rotary_scaling"], local["rotary_scaling"]
+    if local_scaling not in (None, scaling):
+        raise ValueError(f"{where}: sliding layers are scaled by other rules than full attention")
+    return {
+        **fields,
+        "rotary_base_local": local["rotary_base"],
+        "rotary_scaling_global_only": scaling is not None and local_scaling is None,
+    }
+
+
+def write_rope_by_layer_type(cfg: HookedTransformerConfig) -> dict[str, Any]:
+    """The inverse of `rope_by_layer_type`, in the spelling of transformers 5."""
+    written = write_rope(cfg)  # for its checks and its length
+    rope_parameters = {}
+    for theirs, ours in _LAYER_TYPES.items():
+        spec = cfg.rotary_spec(ours)
+        rope_parameters[theirs] = {"rope_theta": spec.base, **_written_scaling(spec.scaling)}
+        if spec.scaling.rope_type == "dynamic":
+            del rope_parameters[theirs]["original_max_position_embeddings"]
+    return {
+        "max_position_embeddings": written["max_position_embeddings"],
+        "rope_parameters": rope_parameters,
+    }
+
+
+# --- numbers that Hugging Face keeps the other way round ------------------------------------------
+
+
+def reciprocal(x: float) -> float:
+    """The number whose reciprocal is x, to the last bit where there is one."""
+    guess = 1 / x
+    near = (guess, math.nextafter(guess, math.inf), math.nextafter(guess, 0.0))
+    return next((y for y in near if 1 / y == x), guess)
+
+
+def score_divisor(cfg: HookedTransformerConfig) -> float:
+    """What attention scores are divided by, given or not."""
+    if not cfg.use_attn_scale:
+        return 1.0
+    return math.sqrt(cfg.d_head) if cfg.attn_scale == -1.0 else cfg.attn_scale
+
+
+def write_partial(cfg: HookedTransformerConfig) -> float:
+    """The `partial_rotary_factor` that int(d_head * factor) turns back into rotary_dim."""
+    part = (cfg.rotary_dim or 0) / cfg.d_head
+    return part if int(cfg.d_head * part) == cfg.rotary_dim else math.nextafter(part, 1.0)
 
 
 def write_activation(cfg: HookedTransformerConfig) -> str:
