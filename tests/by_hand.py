@@ -197,7 +197,80 @@ class ByHand:
     # -- the MLP --
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
-        cfg, name = self.cfg, f"blocks.{layer}.mlp"
+        has_experts = self.cfg.num_experts and (self.cfg.expert_layers or [True] * 9)[layer]
+        name = f"blocks.{layer}.mlp"
+        return self.mixture(x, name) if has_experts else self.one_mlp(x, name)
+
+    def mixture(self, x: Tensor, name: str) -> Tensor:
+        """Every expert on every token; what is not chosen counts nothing."""
+        cfg, out = self.cfg, []
+        for token in x:
+            logits = token @ self[f"{name}.W_router"]
+            if cfg.router_bias:
+                logits = logits + self[f"{name}.b_router"]
+            weights = self.expert_weights(logits, name)
+            total = torch.zeros_like(token)
+            for e, weight in weights.items():
+                given = token * weight if cfg.router_on_input else token
+                said = self.expert(given, f"{name}.experts.{e}")
+                total = total + (said if cfg.router_on_input else said * weight)
+            if cfg.d_shared_expert:
+                shared = self.one_mlp(token[None], f"{name}.shared")[0]
+                if cfg.shared_expert_gate:
+                    shared = shared / (1 + torch.exp(-token @ self[f"{name}.W_shared_gate"]))
+                total = total + shared
+            out.append(total)
+        return torch.stack(out)
+
+    def expert_weights(self, logits: Tensor, name: str) -> dict[int, Tensor]:
+        cfg = self.cfg
+        if cfg.router_type == "sparsemixer":
+            first = int(logits.argmax())
+            rest = logits.clone()
+            rest[first] = -math.inf
+            second = int(rest.argmax())
+            result = {}
+            for expert, left in ((first, logits), (second, rest)):
+                best = left.max()
+                scale = torch.maximum(logits.abs(), best)
+                near = [
+                    e
+                    for e in range(len(logits))
+                    if left[e] > -math.inf
+                    and (best - logits[e]) / scale[e] <= 2 * cfg.router_jitter
+                ]
+                result[expert] = left[expert].exp() / sum(left[e].exp() for e in near)
+            return result
+        if cfg.router_type == "sigmoid":
+            scores = 1 / (1 + torch.exp(-logits))
+        else:
+            scores = logits.exp() / logits.exp().sum()
+        ranked = scores + (self[f"{name}.selection_bias"] if cfg.router_selection_bias else 0)
+        size = len(scores) // cfg.router_groups
+        groups = [list(range(g * size, (g + 1) * size)) for g in range(cfg.router_groups)]
+
+        def worth(group: list[int]) -> float:
+            return sum(sorted(float(ranked[e]) for e in group)[-cfg.router_group_members :])
+
+        best = sorted(groups, key=worth)[-cfg.router_top_groups :]
+        allowed = [e for group in best for e in group]
+        chosen = sorted(allowed, key=lambda e: float(ranked[e]))[-cfg.experts_per_token :]
+        total = sum(scores[e] for e in chosen) if cfg.norm_topk_prob else 1
+        return {e: scores[e] / total * cfg.router_scale for e in chosen}
+
+    def expert(self, x: Tensor, name: str) -> Tensor:
+        cfg = self.cfg
+        gate, linear = x @ self[f"{name}.W_gate"], x @ self[f"{name}.W_in"]
+        if cfg.gated_mlp_biases:
+            gate, linear = gate + self[f"{name}.b_gate"], linear + self[f"{name}.b_up"]
+        if cfg.expert_limit is not None:
+            gate = torch.where(gate > cfg.expert_limit, cfg.expert_limit, gate)
+            linear = linear.clamp(-cfg.expert_limit, cfg.expert_limit)
+        post = ACTIVATIONS[cfg.act_fn](gate) * (linear + cfg.expert_offset)
+        return post @ self[f"{name}.W_out"] + self[f"{name}.b_out"]
+
+    def one_mlp(self, x: Tensor, name: str) -> Tensor:
+        cfg = self.cfg
         linear = x @ self[f"{name}.W_in"]
         if not cfg.gated_mlp:
             post = self.bent(linear + self[f"{name}.b_in"], name)

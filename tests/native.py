@@ -43,6 +43,7 @@ BETWEEN = {"original_max_position_embeddings": 40}  # one pair of channels is ke
 LONG = {"short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 2.5, 4.0], "factor": 4.0, **ORIGINAL}
 
 # name -> what differs from the sizes above
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "gated_mlp": True, "act_fn": "silu"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     **{act: {"act_fn": act} for act in ("relu", "relu2", "silu", "gelu_new", "quick_gelu")},
@@ -105,6 +106,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "residual_scale": {"residual_scale": 0.3},
     "logit_scale": {"logit_scale": 2.3},
     "logit_softcap": {"output_logits_soft_cap": 2.0},
+    "experts": {**RMS, **ROTARY, **EXPERTS, "norm_topk_prob": True},
+    "experts_shared": {
+        **EXPERTS, "d_expert": 11, "d_shared_expert": 13, "shared_expert_gate": True,
+        "expert_layers": [False, True], "gated_mlp_biases": True,
+    },
+    "experts_grouped": {
+        **EXPERTS, "router_type": "sigmoid", "router_groups": 3, "router_top_groups": 2,
+        "router_group_members": 2, "router_selection_bias": True, "norm_topk_prob": True,
+        "router_scale": 1.7, "d_shared_expert": 7,
+    },
+    "experts_by_their_best": {**EXPERTS, "router_groups": 3, "router_top_groups": 2},
+    "experts_mixed_sparsely": {**EXPERTS, "router_type": "sparsemixer", "router_jitter": 0.4},
+    "experts_clamped": {
+        **EXPERTS, "gated_mlp_biases": True, "router_bias": True, "expert_limit": 0.6,
+        "expert_offset": 1.0, "act_fn": "quick_gelu",
+    },
+    "experts_weighed_before": {**EXPERTS, "router_type": "sigmoid", "router_on_input": True},
     "everything": {  # as much of the above as goes together
         **RMS, **WINDOW, **ROTARY, **GROUPED, "norm_place": "both", "norm_weight_offset": 1.0,
         "attn_scores_soft_cap": 1.5, "output_logits_soft_cap": 2.0, "use_qk_norm": True,

@@ -112,6 +112,7 @@ def test_a_missing_size_is_a_type_error() -> None:
 GIVEN_TWICE = {"rotary_scaling_factor": 2.0, "use_yarn_rope": True}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 3}
 # what is wrong, and what the message must name
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "gated_mlp": True}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # unknown choices
     ({"act_fn": "geluu"}, ["act_fn='geluu'", "'gelu'"]),
@@ -197,8 +198,20 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"quantization_method": "gptq"}, ["quantization_method"]),
     ({"use_dynamic_ntk_rope": True}, ["use_dynamic_ntk_rope", "rotary_scaling"]),
     ({"use_logn_attn": True}, ["use_logn_attn"]),
-    ({"num_experts": 4, "experts_per_token": 2}, ["num_experts", "experts"]),
-    ({"experts_per_token": 2}, ["experts_per_token"]),
+    ({"num_experts": 4, "experts_per_token": 2}, ["num_experts", "gated_mlp"]),
+    ({"experts_per_token": 2}, ["experts_per_token", "num_experts"]),
+    ({"router_scale": 2.0}, ["router_scale", "num_experts"]),
+    ({**EXPERTS, "experts_per_token": 7}, ["experts_per_token=7", "num_experts=6"]),
+    ({**EXPERTS, "router_groups": 4}, ["num_experts=6", "router_groups=4"]),
+    ({**EXPERTS, "router_groups": 6}, ["experts_per_token=2", "router_top_groups=1"]),
+    ({**EXPERTS, "router_group_members": 7}, ["router_group_members=7", "num_experts=6"]),
+    (
+        {**EXPERTS, "router_type": "sparsemixer", "experts_per_token": 1},
+        ["sparsemixer", "experts_per_token=1"],
+    ),
+    ({**EXPERTS, "shared_expert_gate": True}, ["shared_expert_gate", "d_shared_expert"]),
+    ({**EXPERTS, "expert_layers": [True]}, ["expert_layers", "n_layers"]),
+    ({**EXPERTS, "router_type": "softmin"}, ["softmin", "softmax"]),
 ]
 
 

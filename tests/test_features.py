@@ -448,6 +448,8 @@ YARN = {
     "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.5, **ROTARY, "rotary_base": 50.0,
 }  # fmt: skip
 # field -> (what the model is like before, the field's other value)
+EXPERTS = native.EXPERTS
+GROUPS = {**EXPERTS, "router_groups": 3, "experts_per_token": 1}
 FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "eps": ({}, 1e-5),
     "act_fn": ({}, "gelu_new"),
@@ -466,6 +468,24 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "qk_norm_after_rotary": ({**ROTARY, "use_qk_norm": True}, True),
     "alibi_slopes": ({"positional_embedding_type": "alibi"}, [0.3, 0.2, 0.1, 0.4]),
     "chunked_attention": (WINDOW, True),
+    "num_experts": (EXPERTS, 5),
+    "experts_per_token": (EXPERTS, 3),
+    "norm_topk_prob": (EXPERTS, True),
+    "d_expert": (EXPERTS, 5),
+    "d_shared_expert": (EXPERTS, 5),
+    "shared_expert_gate": ({**EXPERTS, "d_shared_expert": 5}, True),
+    "expert_layers": (EXPERTS, [True, False]),
+    "expert_limit": (EXPERTS, 0.3),
+    "expert_offset": (EXPERTS, 1.0),
+    "router_type": (EXPERTS, "sigmoid"),
+    "router_scale": (EXPERTS, 1.5),
+    "router_groups": ({**EXPERTS, "experts_per_token": 1, "router_group_members": 2}, 3),
+    "router_top_groups": ({**GROUPS, "router_group_members": 2}, 2),
+    "router_group_members": ({**EXPERTS, "router_groups": 2, "experts_per_token": 1}, 3),
+    "router_bias": (EXPERTS, True),
+    "router_selection_bias": (EXPERTS, True),
+    "router_on_input": (EXPERTS, True),
+    "router_jitter": ({**EXPERTS, "router_type": "sparsemixer"}, 0.4),
     "query_growth": ({}, {"scale": 0.5, "length": 3, "start": 1}),
     "clip_qkv": ({}, 0.5),
     "use_attention_sinks": ({}, True),
@@ -521,7 +541,6 @@ NOT_ABOUT_NUMBERS = {
     "init_weights", "init_mode", "initializer_range", "seed",  # test_training
     "device", "dtype",
     "n_devices", "load_in_4bit", "quantization_method", "use_dynamic_ntk_rope", "use_logn_attn",
-    "num_experts", "experts_per_token", "norm_topk_prob",  # refused: test_config
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ SIZES = {
 }  # fmt: skip
 RMS = {"normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": 4}
 GATED = {"gated_mlp": True, "act_fn": "silu"}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "norm_topk_prob": True}
 FOLDABLE = {
     "ln": {},
     "ln_tied": {"tie_word_embeddings": True},
@@ -52,6 +53,8 @@ FOLDABLE = {
     },
     "rms_qk_norm_full": {**RMS, "use_qk_norm": True, "qk_norm_over": "all_heads"},
     "rms_solu": {**RMS, "act_fn": "solu_ln"},
+    "rms_experts": {**RMS, **GATED, **EXPERTS, "d_shared_expert": 7, "shared_expert_gate": True},
+    "ln_experts": {**GATED, **EXPERTS, "d_shared_expert": 7, "expert_layers": [False, True]},
     "rms_sinks": {**RMS, **GATED, "use_attention_sinks": True, "n_key_value_heads": 2},
 }  # fmt: skip
 UNFOLDABLE = {

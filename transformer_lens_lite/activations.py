@@ -125,10 +125,12 @@ class ActivationCache(Mapping[str, Tensor]):
     def remove_batch_dim(self) -> "ActivationCache":
         """Drop the batch axis of a batch of one, in place. ValueError for larger batches."""
         if self.has_batch_dim:
-            for name, tensor in self.cache_dict.items():
+            batched = {n: t for n, t in self.cache_dict.items() if not is_of_one_expert(n)}
+            for name, tensor in batched.items():
                 if tensor.shape[0] != 1:
                     raise ValueError(f"cannot drop a batch of {tensor.shape[0]} ({name})")
-            self.cache_dict = {name: tensor[0] for name, tensor in self.cache_dict.items()}
+            for name, tensor in batched.items():
+                self.cache_dict[name] = tensor[0]
             self.has_batch_dim = False
         return self
 
@@ -137,6 +139,8 @@ class ActivationCache(Mapping[str, Tensor]):
         chosen = batch_slice if isinstance(batch_slice, Slice) else Slice(batch_slice)
         if not self.has_batch_dim:
             raise ValueError("this cache has no batch axis to slice")
+        if single := [name for name in self.cache_dict if is_of_one_expert(name)]:
+            raise ValueError(f"{single[0]} holds the tokens of one expert: it has no batch axis")
         rows = {name: chosen.apply(tensor, dim=0) for name, tensor in self.cache_dict.items()}
         new = ActivationCache(rows, None, has_batch_dim=chosen.mode != "int")
         new._model, new._n_layers = self._model, self._n_layers
@@ -170,3 +174,8 @@ class MissingActivation(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def is_of_one_expert(name: str) -> bool:
+    """Whether a hook's value is [token, …], for the tokens of one expert: without a batch axis."""
+    return ".experts." in name

@@ -32,6 +32,13 @@ POSITIVE = (
     "embed_scale", "residual_scale", "logit_scale",
 )  # fmt: skip
 NORM_PLACES = ("pre", "post", "both")
+ROUTER_TYPES = ("softmax", "sigmoid", "sparsemixer")
+EXPERT_FIELDS = (
+    "norm_topk_prob", "d_expert", "d_shared_expert", "shared_expert_gate", "expert_layers",
+    "expert_limit", "expert_offset", "router_type", "router_scale", "router_groups",
+    "router_top_groups", "router_group_members", "router_bias", "router_selection_bias",
+    "router_on_input", "router_jitter",
+)  # fmt: skip
 QK_NORM_OVER = ("head", "each_head", "all_heads")
 DTYPES = {
     "float32": torch.float32,
@@ -145,13 +152,45 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """How a mixture of experts chooses `top_k` of them, and weighs what they say."""
+
+    n_experts: int
+    top_k: int
+    kind: str  # "softmax", "sigmoid" or "sparsemixer"
+    normalised: bool  # the weights of the chosen sum to one
+    scale: float  # multiplies the weights
+    n_groups: int  # experts come in groups, and only those of the best groups are chosen from
+    top_groups: int
+    group_members: int  # a group is as good as the sum of this many of its best
+    bias: bool  # of the logits
+    selection_bias: bool  # added to scores where experts are chosen, not where they are weighed
+    on_input: bool  # weights multiply what goes into an expert
+    jitter: float  # sparsemixer: how far from the best counts as close
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of gated MLPs. `shared` is one that every token passes."""
+
+    d_model: int
+    d_mlp: int
+    act_fn: str
+    gated_biases: bool
+    limit: float | None  # clamps both branches of an expert
+    offset: float  # added to the branch beside the gate
+    router: RouterSpec
+    shared: MLPSpec | None
+    shared_gate: bool  # the shared expert is weighed by a sigmoid of its own
+
+
+@dataclass(frozen=True)
 class BlockSpec:
-    """One layer. `mlp` is the sum type a mixture of experts will join; None in attention-only
-    models."""
+    """One layer; without `mlp` in attention-only models."""
 
     layer: int
     attention: AttentionSpec
-    mlp: MLPSpec | None
+    mlp: MLPSpec | MoESpec | None
     norm: NormSpec | None
     post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
     norm_place: str  # "pre", "post" or "both"
@@ -299,6 +338,22 @@ class HookedTransformerConfig:
     reserved_positions: int = 0  # rows of the position matrix before that of position 0
     # local layers see stretches of window_size positions instead of a window that slides
     chunked_attention: bool = False
+    # mixtures of experts: see RouterSpec and MoESpec
+    d_expert: int | None = None  # None: d_mlp
+    d_shared_expert: int | None = None  # of the expert every token passes; None: there is none
+    shared_expert_gate: bool = False
+    expert_layers: Sequence[bool] | None = None  # which layers have experts (None: every one)
+    expert_limit: float | None = None
+    expert_offset: float = 0.0
+    router_type: str = "softmax"
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_top_groups: int = 1
+    router_group_members: int = 1
+    router_bias: bool = False
+    router_selection_bias: bool = False
+    router_on_input: bool = False
+    router_jitter: float = 0.01
     # {"scale", "length", "start", "unrotated_only"}: see QueryGrowth
     query_growth: dict[str, Any] | None = None
     norm_place: str = (
@@ -318,6 +373,7 @@ class HookedTransformerConfig:
         self._fill_in_sizes()
         self._check_choices()
         self._check_contradictions()
+        self._check_experts()
         self._check_unsupported()
         self.n_params = self._count_params()
         if self.seed is not None:
@@ -350,7 +406,10 @@ class HookedTransformerConfig:
                 raise ValueError(
                     f"{name} must be a positive integer, or -1 for its default; got {value!r}"
                 )
-        for name in ("d_mlp", "n_key_value_heads", "rotary_dim", "window_size"):
+        for name in (
+            "d_mlp", "n_key_value_heads", "rotary_dim", "window_size", "num_experts",
+            "experts_per_token", "d_expert", "d_shared_expert",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
@@ -394,6 +453,7 @@ class HookedTransformerConfig:
             "norm_place": NORM_PLACES,
             "qk_norm_type": NORMALIZATIONS[:-1],
             "qk_norm_over": QK_NORM_OVER,
+            "router_type": ROUTER_TYPES,
         }
         if not self.attn_only:
             choices["act_fn"] = ACTIVATIONS
@@ -481,6 +541,41 @@ class HookedTransformerConfig:
             raise ValueError("chunked_attention=True has no effect with use_local_attn=False")
         self._query_growth(turns=False)  # raises on bad parameters
 
+    def _check_experts(self) -> None:
+        n, k = self.num_experts, self.experts_per_token
+        if (n is None) != (k is None):
+            raise ValueError(f"num_experts={n} and experts_per_token={k} go together")
+        if n is None or k is None:
+            for name in EXPERT_FIELDS:
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name}={getattr(self, name)!r} without num_experts")
+            return
+        if not 1 <= k <= n:
+            raise ValueError(f"experts_per_token={k} must be between 1 and num_experts={n}")
+        if not self.gated_mlp or self.attn_only:
+            raise ValueError("num_experts needs gated_mlp=True: experts are gated MLPs")
+        groups = self.router_groups
+        if n % groups or not 1 <= self.router_top_groups <= groups:
+            raise ValueError(
+                f"num_experts={n} must be a multiple of router_groups={groups}, and "
+                f"router_top_groups={self.router_top_groups} between 1 and it"
+            )
+        if k > (n // groups) * self.router_top_groups:
+            raise ValueError(
+                f"experts_per_token={k} is more than router_top_groups="
+                f"{self.router_top_groups} groups of {n // groups} hold"
+            )
+        if self.router_group_members > n // groups:
+            raise ValueError(
+                f"router_group_members={self.router_group_members} is more than a group holds: "
+                f"num_experts={n}, router_groups={groups}"
+            )
+        if self.router_type == "sparsemixer" and k != 2:
+            raise ValueError(f"router_type='sparsemixer' chooses two, experts_per_token={k}")
+        if self.shared_expert_gate and self.d_shared_expert is None:
+            raise ValueError("shared_expert_gate=True without d_shared_expert")
+        self._check_per_layer("expert_layers", (True, False))
+
     def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
         values = getattr(self, name)
         if values is None:
@@ -504,10 +599,6 @@ class HookedTransformerConfig:
                 "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic "
                 "NTK use "
                 "rotary_scaling={'rope_type': 'dynamic', 'factor': …}"
-            )
-        if self.num_experts is not None or self.experts_per_token is not None:
-            raise ValueError(
-                "num_experts / experts_per_token: mixtures of experts are not supported yet"
             )
 
     # -- expansion --
@@ -580,7 +671,7 @@ class HookedTransformerConfig:
         return BlockSpec(
             layer=layer,
             attention=self._attention_spec(layer),
-            mlp=None if self.attn_only else self._mlp_spec(),
+            mlp=None if self.attn_only else self._mlp_spec(layer),
             norm=self.norm_spec(),
             post_norm=self._post_norm_spec(),
             norm_place=self.norm_place,
@@ -652,16 +743,51 @@ class HookedTransformerConfig:
             divisor = self.d_head**0.5 if self.attn_scale == -1.0 else self.attn_scale
         return 1.0 / (divisor * (layer + 1 if self.scale_attn_by_inverse_layer_idx else 1))
 
-    def _mlp_spec(self) -> MLPSpec:
+    def _mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
+        has_experts = self.expert_layers is None or self.expert_layers[layer]
+        return self._moe_spec() if self.num_experts and has_experts else self._one_mlp(self.d_mlp)
+
+    def _moe_spec(self) -> MoESpec:
+        assert self.num_experts is not None
+        assert self.experts_per_token is not None
         assert self.d_mlp is not None
+        assert self.act_fn is not None
+        shared = self.d_shared_expert
+        return MoESpec(
+            d_model=self.d_model,
+            d_mlp=self.d_expert or self.d_mlp,
+            act_fn=self.act_fn,
+            gated_biases=self.gated_mlp_biases,
+            limit=self.expert_limit,
+            offset=self.expert_offset,
+            router=RouterSpec(
+                n_experts=self.num_experts,
+                top_k=self.experts_per_token,
+                kind=self.router_type,
+                normalised=self.norm_topk_prob,
+                scale=self.router_scale,
+                n_groups=self.router_groups,
+                top_groups=self.router_top_groups,
+                group_members=self.router_group_members,
+                bias=self.router_bias,
+                selection_bias=self.router_selection_bias,
+                on_input=self.router_on_input,
+                jitter=self.router_jitter,
+            ),
+            shared=None if shared is None else self._one_mlp(shared),
+            shared_gate=self.shared_expert_gate,
+        )
+
+    def _one_mlp(self, d_mlp: int | None) -> MLPSpec:
+        assert d_mlp is not None
         assert self.act_fn is not None
         return MLPSpec(
             d_model=self.d_model,
-            d_mlp=self.d_mlp,
+            d_mlp=d_mlp,
             act_fn=self.act_fn,
             gated=self.gated_mlp,
             gated_biases=self.gated_mlp_biases,
-            norm=NormSpec("LN", self.d_mlp, self.eps) if self.is_layer_norm_activation() else None,
+            norm=NormSpec("LN", d_mlp, self.eps) if self.is_layer_norm_activation() else None,
         )
 
     # -- the classic methods --
@@ -691,7 +817,7 @@ class HookedTransformerConfig:
         values = self.to_dict()
         values["dtype"] = str(self.dtype).removeprefix("torch.")
         values["device"] = str(self.device)
-        for name in ("attn_types", "rotary_layers", "alibi_slopes"):
+        for name in ("attn_types", "rotary_layers", "expert_layers", "alibi_slopes"):
             values[name] = None if values[name] is None else list(values[name])
         return json.dumps(values, indent=2, sort_keys=True)
 
@@ -720,6 +846,8 @@ class HookedTransformerConfig:
         mlp = (
             0 if self.attn_only else self.d_model * (self.d_mlp or 0) * (3 if self.gated_mlp else 2)
         )
+        if self.num_experts:  # and a column of the router for each
+            mlp = (mlp + self.d_model) * self.num_experts
         return self.n_layers * (attention + mlp)
 
     def __repr__(self) -> str:

@@ -188,12 +188,13 @@ class HookPoint(Component):
 
     Args:
         optional: computing the value costs something, so a blanket capture leaves it out.
-        pos_axis: which axis of the value counts query positions.
+        pos_axis: which axis of the value counts query positions; None: it has neither a batch nor
+            a position axis of its own.
     """
 
     name: str | None
 
-    def __init__(self, optional: bool = False, pos_axis: int = 1) -> None:
+    def __init__(self, optional: bool = False, pos_axis: int | None = 1) -> None:
         super().__init__()
         self.fwd_hooks: list[LensHandle] = []
         self.bwd_hooks: list[LensHandle] = []

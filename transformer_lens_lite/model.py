@@ -443,7 +443,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     # -- capturing --
 
     def wants_optional(self, name: str) -> bool:
-        return bool(getattr(self.cfg, FLAG_OF_OPTIONAL_POINT[name.rsplit(".", 1)[-1]], False))
+        flag = FLAG_OF_OPTIONAL_POINT.get(name.rsplit(".", 1)[-1])
+        return flag is not None and bool(getattr(self.cfg, flag))
 
     def run_with_cache(
         self,

@@ -406,8 +406,10 @@ class _Keep:
         self.cache[(hook.name or "") + "_grad"] = self._kept(tensor, hook)
 
     def _kept(self, tensor: Tensor, hook: HookPoint) -> Tensor:
-        kept = self.pos_slice.apply(tensor.detach(), dim=hook.pos_axis)
-        if self.remove_batch_dim:
+        kept = tensor.detach()
+        if hook.pos_axis is not None:
+            kept = self.pos_slice.apply(kept, dim=hook.pos_axis)
+        if self.remove_batch_dim and hook.pos_axis is not None:
             if kept.shape[0] != 1:
                 raise ValueError(
                     f"remove_batch_dim needs a batch of 1, {hook.name} has {kept.shape[0]}"

@@ -170,6 +170,8 @@ class FoldLayerNorm(Step):
                 "positional_embedding_type='shortformer' adds positions between a norm and the "
                 "matrices that read it"
             )
+        if cfg.shared_expert_gate and cfg.normalization_type == "LN":
+            return "shared_expert_gate=True: that gate has no place for a norm's bias"
         return None
 
     def changes(self, cfg: HookedTransformerConfig, state: State) -> dict[str, Any]:
@@ -181,12 +183,17 @@ class FoldLayerNorm(Step):
             "normalization_type": f"{cfg.normalization_type}Pre",
             "tie_word_embeddings": False,
             "gated_mlp_biases": cfg.gated_mlp_biases or (cfg.gated_mlp and has_bias),
+            "router_bias": cfg.router_bias or (cfg.num_experts is not None and has_bias),
         }
 
     def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
-        if cfg.gated_mlp_biases and "mlp.W_gate" in weights:
-            for name in ("mlp.b_gate", "mlp.b_up"):
-                weights.setdefault(name, torch.zeros_like(weights["mlp.b_in"]))
+        if cfg.gated_mlp_biases:
+            for name in [name for name in weights if name.endswith(".W_gate")]:
+                zeros = torch.zeros_like(weights[name][0])
+                for bias in ("b_gate", "b_up"):
+                    weights.setdefault(name.removesuffix("W_gate") + bias, zeros)
+        if cfg.router_bias and "mlp.W_router" in weights:
+            weights.setdefault("mlp.b_router", torch.zeros_like(weights["mlp.W_router"][0]))
         for norm in ("ln1", "ln2", "ln_final"):
             if f"{norm}.w" in weights:
                 self.fold(cfg, weights, norm)
@@ -198,7 +205,7 @@ class FoldLayerNorm(Step):
         """One norm into all its readers."""
         w, b = weights.pop(f"{norm}.w"), weights.pop(f"{norm}.b", None)  # RMSNorms have no bias
         w = w + cfg.norm_weight_offset
-        for matrix, bias in readers(cfg, norm):
+        for matrix, bias in readers(cfg, norm, weights):
             if b is not None and bool(b.any()):  # else a gate may have no bias to add to
                 weights[bias] = weights[bias] + b @ weights[matrix]
             weights[matrix] = folded(w, weights[matrix], sums_to_zero=b is not None)
@@ -235,7 +242,8 @@ class CenterWritingWeights(Step):
 
     def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
         embedding = "embed.ln.b" if cfg.post_embedding_ln else "embed.W_E"
-        writers = [embedding, "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"]
+        writers = [embedding, "attn.W_O", "attn.b_O"]
+        writers += [name for name in weights if name.endswith((".W_out", ".b_out"))]
         if cfg.positional_embedding_type != "shortformer":  # there, added behind a norm
             writers.append("pos_embed.W_pos")
         for name in writers:
@@ -368,9 +376,14 @@ def rewritten_section(
         step.rewrite(cfg, wide)
     new: State = {}
     for name, tensor in wide.items():
-        before = narrow[name if name in narrow else "mlp.W_gate"]  # a gate's biases may be new
+        before = narrow[name if name in narrow else matrix_of(name)]
         new[name] = before if tensor is given.get(name) else tensor.to(before.dtype)
     return new
+
+
+def matrix_of(bias: str) -> str:
+    """The matrix a new bias belongs to: folding a norm's bias makes some."""
+    return bias.replace("b_up", "W_in").replace("b_gate", "W_gate").replace("b_router", "W_router")
 
 
 def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -416,7 +429,7 @@ def check_norms_are_there(cfg: HookedTransformerConfig, state: State) -> None:
         )
 
 
-def readers(cfg: HookedTransformerConfig, norm: str) -> list[tuple[str, str]]:
+def readers(cfg: HookedTransformerConfig, norm: str, weights: State) -> list[tuple[str, str]]:
     """(matrix, bias) of every projection that reads a norm."""
     if norm == "ln_final":
         return [("unembed.W_U", "unembed.b_U")]
@@ -425,9 +438,15 @@ def readers(cfg: HookedTransformerConfig, norm: str) -> list[tuple[str, str]]:
             (key_value_name(cfg, f"W_{x}"), key_value_name(cfg, f"b_{x}")) for x in "KV"
         ]
         return [("attn.W_Q", "attn.b_Q"), *keys_and_values]
-    if cfg.gated_mlp:  # b_in comes after the product of the two branches
-        return [("mlp.W_gate", "mlp.b_gate"), ("mlp.W_in", "mlp.b_up")]
-    return [("mlp.W_in", "mlp.b_in")]
+    routers = [(f"mlp.W_{x}", f"mlp.b_{x}") for x in ("router", "shared_gate")]
+    routers = [pair for pair in routers if pair[0] in weights]
+    # of one MLP, of experts, or of the shared one
+    mlps = [name.removesuffix("W_in") for name in weights if name.endswith(".W_in")]
+    if not cfg.gated_mlp:
+        return [(f"{mlp}W_in", f"{mlp}b_in") for mlp in mlps]
+    # b_in comes after the product of the two branches
+    gates = [(f"{mlp}W_gate", f"{mlp}b_gate") for mlp in mlps]
+    return [*routers, *gates, *((f"{mlp}W_in", f"{mlp}b_up") for mlp in mlps)]
 
 
 def key_value_name(cfg: HookedTransformerConfig, name: str) -> str:

@@ -3,8 +3,9 @@
     Map("model.layers.{i}.self_attn.q_proj.weight", "blocks.{i}.attn.W_Q", "(n h) m -> n m h")
 
 Letters are sizes: n heads, k key/value heads, g = n/k, h d_head, m d_model, f d_mlp, v d_vocab,
-u d_vocab_out, c n_ctx, r reserved positions, e experts. Importing applies the pattern, exporting
-swaps the sides of its arrow. `{i}` runs over the layers, `{e}` over the experts of a layer.
+u d_vocab_out, c n_ctx, r reserved positions, e experts, x d_expert, y d_shared_expert. Importing
+applies the pattern, exporting swaps the sides of its arrow. `{i}` runs over the layers, `{e}` over
+the experts of a layer.
 
 Rows rename, reshape, split and stack; they never do arithmetic, so a round trip is bit-exact. What
 a pattern gives is a *view* of the checkpoint's matrix wherever strides can express it: a forward
@@ -44,6 +45,14 @@ class Map:
 
     `copies`: each native is the whole tensor (one norm used twice); exporting checks that they
     still agree.
+
+    `{e}` in both names: one tensor per expert. In the Hugging Face name alone: the native parameter
+    stacks them. In the native names alone: the pattern brings `e` to the front, and what each
+    expert gets is cut as above.
+
+    `layers`: the layers that have such a tensor; None: all.
+
+    `sizes`: letters of this pattern alone.
     """
 
     hf: str
@@ -52,6 +61,8 @@ class Map:
     cut: tuple[str, ...] = ()
     pieces: tuple[str, ...] = ()
     copies: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class Zeros:
 
     native: str
     shape: str
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ def natives_of(row: Row) -> tuple[str, ...]:
 def optional(present: bool, row: Map) -> Map | Zeros:
     """The row, or zeros where this checkpoint has no such tensor."""
     assert isinstance(row.native, str)
-    return row if present else Zeros(row.native, _sides(row.pattern)[1])
+    return row if present else Zeros(row.native, _sides(row.pattern)[1], row.layers)
 
 
 def override(rows: Iterable[Row], *new: Row) -> list[Row]:
@@ -125,6 +137,8 @@ def sizes_of(cfg: HookedTransformerConfig) -> dict[str, int]:
         "c": cfg.n_ctx,
         "r": cfg.reserved_positions,
         "e": cfg.num_experts or 0,
+        "x": cfg.d_expert or cfg.d_mlp or 0,
+        "y": cfg.d_shared_expert or 0,
     }
 
 
@@ -183,8 +197,12 @@ class Placed:
         return "{e}" in self.row.hf and not any("{e}" in name for name in natives_of(self.row))
 
     @property
+    def _unstacked(self) -> bool:
+        return "{e}" not in self.row.hf and any("{e}" in name for name in natives_of(self.row))
+
+    @property
     def _fused(self) -> bool:
-        return len(self.native) > 1 and not self.row.copies
+        return len(natives_of(self.row)) > 1 and not self.row.copies
 
     @property
     def _cut(self) -> list[int]:
@@ -196,6 +214,11 @@ class Placed:
         x = _apply(whole, *_sides(self.row.pattern), self.sizes)
         if self.row.copies:  # two parameters must not share memory
             return [x, *(x.clone() for _ in self.native[1:])]
+        if self._unstacked:
+            return [part for of_one in x.unbind() for part in self._parted(of_one)]
+        return self._parted(x)
+
+    def _parted(self, x: AnyShape) -> list[AnyShape]:
         if not self._fused:
             return [x]
         parts = list(x.split(self._cut) if self.row.cut else x.unbind())
@@ -203,18 +226,31 @@ class Placed:
             parts[index] = _apply(parts[index], *_sides(pattern), self.sizes)
         return parts
 
-    def to_hf(self, natives: Sequence[AnyShape]) -> list[AnyShape]:
-        """The inverse: bit for bit what `to_native` was given, contiguous."""
+    def _joined(self, natives: Sequence[AnyShape]) -> AnyShape:
         parts = list(natives)
         for index, pattern in enumerate(self.row.pieces):
             source, target = _sides(pattern)
             parts[index] = _apply(parts[index], target, source, self.sizes)
-        x = parts[0]
-        if self._fused:
-            x = torch.cat(parts) if self.row.cut else torch.stack(parts)
+        if not self._fused:
+            return parts[0]
+        return torch.cat(parts) if self.row.cut else torch.stack(parts)
+
+    def to_hf(self, natives: Sequence[AnyShape]) -> list[AnyShape]:
+        """The inverse: bit for bit what `to_native` was given, contiguous."""
+        if self._unstacked:
+            n = len(natives_of(self.row))
+            each = [natives[start : start + n] for start in range(0, len(natives), n)]
+            x = torch.stack([self._joined(of_one) for of_one in each])
+        else:
+            x = self._joined(natives)
         source, target = _sides(self.row.pattern)
         x = _apply(x, target, source, self.sizes).contiguous()
         return list(x.unbind()) if self._stacked else [x]
+
+
+def _layers(row: "Map | Zeros", layers: Iterable[int]) -> list[int]:
+    """Those of `layers` at which the row has something."""
+    return [layer for layer in layers if row.layers is None or layer in row.layers]
 
 
 def _place(row: Map, layer: int, sizes: dict[str, int]) -> Iterator[Placed]:
@@ -225,10 +261,16 @@ def _place(row: Map, layer: int, sizes: dict[str, int]) -> Iterator[Placed]:
         return name if expert is None else name.replace("{e}", str(expert))
 
     natives = natives_of(row)
+    sizes = {**sizes, **row.sizes}
     letters = {**sizes, "s": len(natives), "a": sum(_length(c, sizes) for c in row.cut)}
     if any("{e}" in name for name in natives):
-        for e in range(sizes["e"]):
-            yield Placed((fill(row.hf, e),), tuple(fill(n, e) for n in natives), row, letters)
+        filled = [tuple(fill(n, e) for n in natives) for e in range(sizes["e"])]
+        if "{e}" not in row.hf:  # one tensor for all experts
+            together = tuple(name for of_one in filled for name in of_one)
+            yield Placed((fill(row.hf),), together, row, letters)
+            return
+        for e, of_one in enumerate(filled):
+            yield Placed((fill(row.hf, e),), of_one, row, letters)
         return
     hf = [fill(row.hf, e) for e in range(sizes["e"])] if "{e}" in row.hf else [fill(row.hf)]
     yield Placed(tuple(hf), tuple(fill(n) for n in natives), row, letters)
@@ -286,8 +328,9 @@ def first_layers(cfg: HookedTransformerConfig, n: int) -> HookedTransformerConfi
     if not 0 <= n <= cfg.n_layers:
         raise ValueError(f"first_n_layers={n}, but the model has {cfg.n_layers} layers")
     changes: dict[str, Any] = {"n_layers": n}
-    if cfg.rotary_layers is not None:
-        changes["rotary_layers"] = list(cfg.rotary_layers)[:n]
+    for name in ("rotary_layers", "expert_layers"):
+        if getattr(cfg, name) is not None:
+            changes[name] = list(getattr(cfg, name))[:n]
     if cfg.attn_types is not None:
         changes["attn_types"] = list(cfg.attn_types)[:n]
         if "local" not in changes["attn_types"]:
@@ -329,11 +372,12 @@ class Table:
         rows = architecture.rows(cfg, reading)
         self.maps = list(self._placed(rows, range(cfg.n_layers)))
         self.zeros = {
-            name.replace("{i}", str(layer)): shape_of(row.shape, self.sizes)
+            name.replace("{i}", str(layer)).replace("{e}", str(e)): shape_of(row.shape, self.sizes)
             for row in rows
             if isinstance(row, Zeros)
             for name in natives_of(row)
-            for layer in (range(cfg.n_layers) if "{i}" in name else range(1))
+            for layer in (_layers(row, range(cfg.n_layers)) if "{i}" in name else range(1))
+            for e in range(self.sizes["e"] if "{e}" in name else 1)
         }
         self.tied = [row for row in rows if isinstance(row, Tied)]
         beyond = range(cfg.n_layers, cfg.n_layers if n_layers is None else n_layers)
@@ -350,7 +394,7 @@ class Table:
     def _placed(self, rows: Iterable[Row], layers: range) -> Iterator[Placed]:
         for row in rows:
             if isinstance(row, Map):
-                for layer in layers if "{i}" in row.hf else range(1):
+                for layer in _layers(row, layers) if "{i}" in row.hf else range(1):
                     yield from _place(row, layer, self.sizes)
 
     def _variants(self, name: str) -> tuple[str, str]:

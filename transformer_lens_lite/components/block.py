@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from transformer_lens_lite.components.attention import build_attention
 from transformer_lens_lite.components.context import ForwardContext
-from transformer_lens_lite.components.mlp import build_mlp
+from transformer_lens_lite.components.mlp import MLP, GatedMLP
+from transformer_lens_lite.components.moe import MixtureOfExperts
 from transformer_lens_lite.components.norm import build_norm
-from transformer_lens_lite.config import BlockSpec, HookedTransformerConfig
+from transformer_lens_lite.config import BlockSpec, HookedTransformerConfig, MLPSpec, MoESpec
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
 Residual = Float[Tensor, "batch pos d_model"]
@@ -146,6 +147,13 @@ class PostNormBlock(TransformerBlock):
 def per_head(x: Residual, n_heads: int) -> Float[Tensor, "batch pos head d_model"]:
     """The stream once per head: a view, expanded."""
     return x[:, :, None].expand(-1, -1, n_heads, -1)
+
+
+def build_mlp(cfg: HookedTransformerConfig, spec: MLPSpec | MoESpec) -> MLP | MixtureOfExperts:
+    """The module for a spec: the one place a new kind is added to."""
+    if isinstance(spec, MoESpec):
+        return MixtureOfExperts(cfg, spec)
+    return GatedMLP(cfg, spec) if spec.gated else MLP(cfg, spec)
 
 
 def build_block(cfg: HookedTransformerConfig, spec: BlockSpec) -> TransformerBlock:

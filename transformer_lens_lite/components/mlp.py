@@ -71,8 +71,3 @@ class GatedMLP(MLP):
         pre_linear = self.hook_pre_linear(F.linear(x, self.W_in.T, self.b_up))
         post = self.hook_post(torch.addcmul(self.b_in, self.bent(pre), pre_linear))
         return F.linear(post, self.W_out.T, self.b_out)
-
-
-def build_mlp(cfg: HookedTransformerConfig, spec: MLPSpec) -> MLP:
-    """The module for a spec: the one place a new kind is added to."""
-    return GatedMLP(cfg, spec) if spec.gated else MLP(cfg, spec)
