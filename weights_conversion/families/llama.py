@@ -12,32 +12,53 @@ ATTN = f"{BLOCK}self_attn."
 MLP = f"{BLOCK}mlp."
 
 
-def read_config(reading: Reading) -> dict[str, Any]:
-    d_model, n_heads = reading.size("hidden_size"), reading.size("num_attention_heads")
-    n_kv = reading.size("num_key_value_heads", n_heads)
-    d_head = reading.size("head_dim", max(1, d_model // n_heads))
-    n_ctx = reading.size("max_position_embeddings", 2048)
+def read_config(
+    reading: Reading,
+    *,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    n_kv: int | None = None,
+    d_head: int | None = None,
+    n_ctx: int = 2048,
+) -> dict[str, Any]:
+    """The keywords are what a descendant's class in Hugging Face holds by itself."""
+    fields = read_all_but_positions(reading, n_kv=n_kv, d_head=d_head, n_ctx=n_ctx)
     reading.require("rope_interleaved", False, "Hugging Face's Llama turns (i, i + d/2) together")
+    return {**fields, **rope(reading, fields["d_head"], fields["n_ctx"], theta, partial)}
+
+
+def read_all_but_positions(
+    reading: Reading, *, n_kv: int | None = None, d_head: int | None = None, n_ctx: int = 2048
+) -> dict[str, Any]:
+    d_model, n_heads = reading.size("hidden_size"), reading.size("num_attention_heads")
+    kv_heads = reading.if_missing("num_key_value_heads", n_kv) or n_heads
+    kv_heads = reading.size("num_key_value_heads", kv_heads)
+    width = reading.if_missing("head_dim", d_head) or max(1, d_model // n_heads)
     return {
         "n_layers": reading.size("num_hidden_layers"),
         "d_model": d_model,
         "n_heads": n_heads,
-        "n_key_value_heads": None if n_kv == n_heads else n_kv,
-        "d_head": d_head,
+        "n_key_value_heads": None if kv_heads == n_heads else kv_heads,
+        "d_head": reading.size("head_dim", width),
         "d_mlp": reading.size("intermediate_size"),
         "d_vocab": reading.size("vocab_size"),
-        "n_ctx": n_ctx,
+        "n_ctx": reading.size("max_position_embeddings", n_ctx),
         "act_fn": reading.activation("hidden_act", "silu"),
         "eps": reading.number("rms_norm_eps", 1e-6),
         "normalization_type": "RMS",
         "gated_mlp": True,
         "gated_mlp_biases": reading.flag("mlp_bias", False),
         "tie_word_embeddings": reading.flag("tie_word_embeddings", False),
-        **rope(reading, d_head, n_ctx),
     }
 
 
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
+    return {**write_all_but_positions(cfg, needs), **write_rope(cfg)}
+
+
+def write_all_but_positions(
+    cfg: HookedTransformerConfig, needs: Callable[[str], bool]
+) -> dict[str, Any]:
     attn = "blocks.{i}.attn."
     biases = (f"{attn}b_Q", key_value(cfg, "b_K"), key_value(cfg, "b_V"), f"{attn}b_O")
     return {
@@ -53,8 +74,22 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
         "attention_bias": any(needs(name) for name in biases),
         "mlp_bias": cfg.gated_mlp_biases,
         "tie_word_embeddings": cfg.tie_word_embeddings,
-        **write_rope(cfg),
     }
+
+
+def write_without_biases(
+    cfg: HookedTransformerConfig, needs: Callable[[str], bool]
+) -> dict[str, Any]:
+    """For descendants that have no biases, or no choice: without the fields for them."""
+    written = write_config(cfg, needs)
+    return {k: v for k, v in written.items() if k not in ("attention_bias", "mlp_bias")}
+
+
+def rows_without_biases(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
+    """For the same descendants."""
+    for name in ("attention_bias", "mlp_bias"):
+        reading.require(name, False, "this family does not choose its biases")
+    return rows(cfg, reading)
 
 
 def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
