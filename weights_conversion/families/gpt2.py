@@ -10,26 +10,37 @@ from weights_conversion.table import Architecture, Map, Row, Tied, Zeros
 BLOCK = "transformer.h.{i}."
 
 
-def read_config(reading: Reading) -> dict[str, Any]:
-    d_model, n_heads = reading.size("n_embd", 768), reading.size("n_head", 12)
+def read_config(
+    reading: Reading,
+    *,
+    n_embd: int = 768,
+    n_layer: int = 12,
+    n_head: int = 12,
+    n_positions: int = 1024,
+    vocab_size: int = 50257,
+    act: str = "gelu_new",
+    tied: bool = True,
+) -> dict[str, Any]:
+    """The keywords are what a descendant's class in Hugging Face holds by itself."""
+    d_model, n_heads = reading.size("n_embd", n_embd), reading.size("n_head", n_head)
     if d_model % n_heads:
         raise ValueError(f"{reading.where}: n_embd={d_model} is not a multiple of n_head={n_heads}")
     reading.require("add_cross_attention", False, "there is no cross-attention")
     reading.require("pruned_heads", {}, "every layer has the same number of heads")
     return {
-        "n_layers": reading.size("n_layer", 12),
+        "n_layers": reading.size("n_layer", n_layer),
         "d_model": d_model,
         "n_heads": n_heads,
         "d_head": d_model // n_heads,
         "d_mlp": reading.size("n_inner", 4 * d_model),
-        "d_vocab": reading.size("vocab_size", 50257),
+        "d_vocab": reading.size("vocab_size", vocab_size),
         # n_ctx is the name of old files; where both exist Hugging Face looks at n_positions alone
-        "n_ctx": reading.size("n_positions", reading.size("n_ctx", 1024)),
-        "act_fn": reading.activation("activation_function", "gelu_new"),
+        "n_ctx": reading.size("n_positions", reading.size("n_ctx", n_positions)),
+        "act_fn": reading.activation("activation_function", act),
         "eps": reading.number("layer_norm_epsilon", 1e-5),
         "use_attn_scale": reading.flag("scale_attn_weights", True),
         "scale_attn_by_inverse_layer_idx": reading.flag("scale_attn_by_inverse_layer_idx", False),
-        "tie_word_embeddings": reading.flag("tie_word_embeddings", True),
+        "tie_word_embeddings": reading.flag("tie_word_embeddings", tied),
         "normalization_type": "LN",
         "positional_embedding_type": "standard",
     }

@@ -10,6 +10,14 @@ from weights_conversion.parts import ends, layer_norm, mlp, out_projection, proj
 from weights_conversion.table import Architecture, Row
 
 BLOCK = gpt2.BLOCK
+DEFAULTS: dict[str, Any] = {
+    "n_embd": 4096,
+    "n_layer": 28,
+    "n_head": 16,
+    "n_positions": 2048,
+    "vocab_size": 50400,
+    "tied": False,
+}
 SCALING = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 
@@ -17,8 +25,7 @@ def read_config(reading: Reading) -> dict[str, Any]:
     for name in SCALING:  # Hugging Face's class does not look at them
         reading.require(name, name == SCALING[0], "attention is always scaled by sqrt(d_head)")
     return {
-        **gpt2.read_config(reading),
-        "tie_word_embeddings": reading.flag("tie_word_embeddings", False),
+        **gpt2.read_config(reading, **DEFAULTS),
         "positional_embedding_type": "rotary",
         "rotary_dim": reading.size("rotary_dim", 64),
         "rotary_adjacent_pairs": True,
