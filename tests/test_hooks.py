@@ -203,7 +203,8 @@ def test_report_073_and_099_every_point_but_the_optional_fires_exactly_once(name
         fired[hook.name] += 1
 
     mandatory = [n for n, point in model.hook_dict.items() if not point.optional]
-    optional = [n for n, point in model.hook_dict.items() if point.optional]
+    points = {n: point for n, point in model.hook_dict.items() if ".experts." not in n}
+    optional = [n for n, point in points.items() if point.optional]
     assert {short(n) for n in optional} == OPTIONAL - (
         {"hook_mlp_in"} if name == "attn_only" else set()
     )
@@ -213,6 +214,63 @@ def test_report_073_and_099_every_point_but_the_optional_fires_exactly_once(name
     optional = [n for n in optional if not (shares_keys(model) and n.endswith("attn_in"))]
     model.run_with_hooks(native.tokens(), fwd_hooks=[(n, count) for n in optional])
     assert fired == dict.fromkeys(optional, 1)
+
+
+EXPERT_POINTS = ("hook_gate", "hook_pre", "hook_post")
+
+
+@torch.no_grad()
+def test_points_of_an_expert_see_its_own_tokens_and_fire_only_when_it_has_any() -> None:
+    model, tokens = native.build("experts"), native.tokens()
+    routing = ["blocks.1.mlp.hook_expert_weights", "blocks.1.mlp.hook_expert_indices"]
+    inside = "blocks.1.mlp.experts.*"
+    _, cache = model.run_with_cache(tokens, names_filter=[*routing, inside])
+    weights, chosen = (cache[name] for name in routing)
+    assert weights.shape == (*tokens.shape, 6)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(tokens.shape))
+    assert torch.equal(chosen, weights.topk(2).indices)
+    x = model.run_with_cache(tokens)[1]["normalized", 1, "ln2"] * model.blocks[1].ln2.w
+    for e, expert in enumerate(model.blocks[1].mlp.experts):
+        mine = (chosen == e).any(-1)
+        names = [f"blocks.1.mlp.experts.{e}.{point}" for point in EXPERT_POINTS]
+        assert all((name in cache) == bool(mine.any()) for name in names)
+        if mine.any():
+            gate, pre, post = (cache[name] for name in names)
+            torch.testing.assert_close(gate, x[mine] @ expert.W_gate)
+            torch.testing.assert_close(pre, x[mine] @ expert.W_in)
+            torch.testing.assert_close(post, F.silu(gate) * pre)
+    blanket = model.run_with_cache(tokens)[1]
+    assert not any(".experts." in name for name in blanket)
+    _, one = model.run_with_cache(
+        tokens[:1], names_filter=[inside, "*expert_weights"], remove_batch_dim=True, pos_slice=-1
+    )
+    assert one["blocks.1.mlp.hook_expert_weights"].shape == (1, 6)
+    rows = [t.shape[0] for n, t in one.items() if n.endswith("hook_post")]
+    assert sum(rows) == 2 * tokens.shape[1]  # of every position: there is no axis to slice
+    with pytest.raises(ValueError, match="tokens of one expert"):
+        cache.apply_slice_to_batch_dim(0)
+
+
+@torch.no_grad()
+def test_an_edit_of_router_scores_or_choices_takes_effect() -> None:
+    model, tokens = native.build("experts"), native.tokens()
+    name = "blocks.0.mlp.hook_expert_{}"
+    _, cache = model.run_with_cache(tokens)
+    chosen = cache[name.format("indices")]
+
+    def forbid_zero(scores: Tensor, hook: HookPoint) -> Tensor:
+        return scores.index_fill(-1, torch.tensor([0]), 0.0)
+
+    def only_zero_and_one(indices: Tensor, hook: HookPoint) -> Tensor:
+        return torch.tensor([0, 1]).expand_as(indices)
+
+    with model.hooks(fwd_hooks=[(name.format("weights"), forbid_zero)]):
+        _, without = model.run_with_cache(tokens)
+    assert (chosen == 0).any()
+    assert not (without[name.format("indices")] == 0).any()
+    with model.hooks(fwd_hooks=[(name.format("indices"), only_zero_and_one)]):
+        _, forced = model.run_with_cache(tokens, names_filter=lambda n: "experts" in n)
+    assert {n.split(".")[4] for n in forced if n.startswith("blocks.0.")} == {"0", "1"}
 
 
 @torch.no_grad()
