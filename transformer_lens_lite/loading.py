@@ -535,8 +535,9 @@ def _export(model: Any) -> tuple[dict[str, Any], Any]:
     """The Hugging Face config of a model, and its table."""
     cfg = model.cfg
     steps = set(getattr(model, "processed", ()))
-    if cfg.normalization_type in ("LNPre", "RMSPre"):
-        steps.add("fold_ln")
+    original = getattr(model, "checkpoint_config", None)
+    if cfg.normalization_type in ("LNPre", "RMSPre") and original is None:
+        steps.add("fold_ln")  # else the checkpoint's own norms have no weights
     if steps:
         raise ValueError(
             f"the weights of this model were processed ({', '.join(sorted(steps))}), which a "
@@ -550,7 +551,6 @@ def _export(model: Any) -> tuple[dict[str, Any], Any]:
         return any(tensor is not None and bool(tensor.any()) for tensor in tensors)
 
     conversion = _conversion()
-    original = getattr(model, "checkpoint_config", None)
     architecture, config = conversion.export_config(cfg, needs, original)
     return config, conversion.Table(architecture, cfg, architecture.reading(config))
 

@@ -7,9 +7,9 @@ from weights_conversion.table import Map, Row, Tied, key_value, optional
 ATTN, MLP = "blocks.{i}.attn.", "blocks.{i}.mlp."
 
 
-def layer_norm(hf: str, native: str) -> list[Row]:
+def layer_norm(hf: str, native: str, shape: str = "m") -> list[Row]:
     """Weight and bias of a LayerNorm."""
-    return [Map(f"{hf}.weight", f"{native}.w", "m"), Map(f"{hf}.bias", f"{native}.b", "m")]
+    return [Map(f"{hf}.weight", f"{native}.w", shape), Map(f"{hf}.bias", f"{native}.b", shape)]
 
 
 def shared_norm(hf: str) -> list[Row]:

@@ -1,0 +1,15 @@
+"""BLOOM."""
+
+SIZES = {"bloom": {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "n_layer": 3,
+    "n_head": 3,
+    "layer_norm_epsilon": 1e-3,
+}}  # fmt: skip
+VARIANTS = {
+    "bloom": ("bloom", {}),
+    "bloom_untied": ("bloom", {"tie_word_embeddings": False}),
+    "bloom_power_of_two": ("bloom", {"n_head": 4}),
+}
+FIELDS = [("bloom", {"layer_norm_epsilon": 1e-5}), ("bloom", {"n_head": 4})]

@@ -1,0 +1,17 @@
+"""OPT. The eps of its norms is no field of its config."""
+
+SIZES = {"opt": {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "ffn_dim": 38,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+}}  # fmt: skip
+VARIANTS = {
+    "opt": ("opt", {}),
+    "opt_untied": ("opt", {"tie_word_embeddings": False}),
+    "opt_no_bias": ("opt", {"enable_bias": False, "activation_function": "gelu"}),
+    "opt_bare_norms": ("opt", {"layer_norm_elementwise_affine": False}),
+}
+FIELDS = [("opt", {"activation_function": "gelu"}), ("opt", {"num_attention_heads": 4})]
