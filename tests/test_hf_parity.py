@@ -328,12 +328,8 @@ def test_report_029_each_row_of_a_padded_batch_continues_as_alone(name: str) -> 
 
 def hf_in(dtype: torch.dtype, hf_model: nn.Module, folder: Path) -> nn.Module:
     """Loaded in that dtype: `.to()` would round the rotary frequencies as well."""
-    from transformers import AutoModelForCausalLM
-
     hf_model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    return tiny.read(folder, dtype)
 
 
 HALF = [(name, dtype) for name in ("gpt2", "llama_gqa", "llama_yarn") for dtype in ("bf16", "fp16")]

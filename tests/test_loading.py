@@ -40,12 +40,6 @@ def load(source: Any = None, **kwargs: Any) -> HookedTransformer:
     return load_pretrained(HookedTransformer, source, device="cpu", **kwargs)
 
 
-def hf_load(folder: Path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-
-
 @torch.no_grad()
 def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     out = model(tokens)
@@ -96,9 +90,10 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     assert set(exported) == set(in_files)
     assert all(torch.equal(exported[n], t) for n, t in in_files.items())
     save_pretrained(model, tmp_path)
-    assert torch.equal(logits(hf_load(tmp_path), tokens), wanted)
+    assert torch.equal(logits(tiny.read(tmp_path), tokens), wanted)
     again = load(tmp_path, **needs_n_ctx(name))
-    assert torch.equal(logits(again, tokens), logits(model, tokens))
+    # memory from a file is aligned differently, and so rounded differently by some kernels
+    torch.testing.assert_close(logits(again, tokens), logits(model, tokens), atol=1e-5, rtol=0)
 
 
 # Every behavioural field of our config that these families set, with another value.
@@ -177,7 +172,7 @@ def test_every_tensor_shows_in_the_logits(name: str) -> None:
 @pytest.mark.parametrize("name", ["mingpt-nano-sort", "slm4096-gpt2-char", "stories260K"])
 def test_trained_models(name: str, shared_dir: Path) -> None:
     folder = shared_dir / "models" / name
-    model, hf_model = load(folder), hf_load(folder)
+    model, hf_model = load(folder), tiny.read(folder)
     tokens = tiny.tokens(hf_model.config, length=min(model.cfg.n_ctx, 100))
     assert_close(logits(model, tokens), logits(hf_model, tokens))
     exported = to_hf_state_dict(model)
@@ -190,8 +185,8 @@ def test_the_model_in_the_box() -> None:
     model = load("tiny-lens")
     assert model.cfg.model_name == "tiny-lens"
     assert model.tokenizer is not None
-    tokens = tiny.tokens(hf_load(loading.BOXED["tiny-lens"]).config)
-    assert_close(logits(model, tokens), logits(hf_load(loading.BOXED["tiny-lens"]), tokens))
+    tokens = tiny.tokens(tiny.read(loading.BOXED["tiny-lens"]).config)
+    assert_close(logits(model, tokens), logits(tiny.read(loading.BOXED["tiny-lens"]), tokens))
 
 
 # --- what the model looks like ------------------------------------------------------------------
@@ -262,7 +257,7 @@ def test_dtypes(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(half, tokens), logits(cast, tokens))
     save_pretrained(half, tmp_path / "half")
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert hf_load(tmp_path / "half").dtype == torch.bfloat16
+    assert tiny.read(tmp_path / "half").dtype == torch.bfloat16
     wide = load(tmp_path / "half")  # a half-precision file in fp32
     assert wide.W_E.dtype == torch.float32
     assert torch.equal(wide.W_E, half.W_E.float())
@@ -273,7 +268,7 @@ def test_dtypes(folder: Path, tmp_path: Path) -> None:
 def test_context_length(folder: Path, tmp_path: Path) -> None:
     tokens = tiny.tokens(tiny.config("llama"), length=100)
     longer = load(folder, n_ctx=128)
-    assert_close(logits(longer, tokens), logits(hf_load(folder), tokens))
+    assert_close(logits(longer, tokens), logits(tiny.read(folder), tokens))
     save_pretrained(longer, tmp_path / "longer")
     assert load(tmp_path / "longer").cfg.n_ctx == 128
     hf_model = tiny.build("gpt2")
@@ -282,7 +277,7 @@ def test_context_length(folder: Path, tmp_path: Path) -> None:
     assert_close(logits(shorter, tokens), logits(hf_model, tokens))
     assert shorter.W_pos.shape == (17, 24)
     save_pretrained(shorter, tmp_path / "shorter")
-    assert_close(logits(hf_load(tmp_path / "shorter"), tokens), logits(hf_model, tokens))
+    assert_close(logits(tiny.read(tmp_path / "shorter"), tokens), logits(hf_model, tokens))
     with pytest.raises(ValueError, match="n_ctx=41, but the checkpoint has learned positions"):
         load(hf_model, n_ctx=41)
     with pytest.raises(ValueError, match="n_ctx must be a positive integer"):
@@ -299,7 +294,7 @@ def test_first_layers(name: str, tmp_path: Path) -> None:
     setattr(base, layers, getattr(base, layers)[:2])
     assert_close(logits(model, tokens), logits(hf_model, tokens))
     save_pretrained(model, tmp_path)
-    assert_close(logits(hf_load(tmp_path), tokens), logits(hf_model, tokens))
+    assert_close(logits(tiny.read(tmp_path), tokens), logits(hf_model, tokens))
     with pytest.raises(ValueError, match="first_n_layers=4, but the model has 3 layers"):
         load(tiny.build(name), first_n_layers=4)
 
@@ -327,7 +322,7 @@ def test_shards(sharded: Path, tmp_path: Path) -> None:
     assert_close(logits(model, tokens), wanted)
     save_pretrained(model, tmp_path / "out", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
-    assert torch.equal(logits(hf_load(tmp_path / "out"), tokens), wanted)
+    assert torch.equal(logits(tiny.read(tmp_path / "out"), tokens), wanted)
     save_pretrained(model, tmp_path / "out")  # a whole file over shards: none of them is left
     weights = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert weights == ["config.json", "model.safetensors"]
@@ -335,7 +330,7 @@ def test_shards(sharded: Path, tmp_path: Path) -> None:
 
 def as_bin(folder: Path, **kwargs: Any) -> Path:
     """Replace the safetensors file by what older transformers wrote."""
-    state = dict(hf_load(folder).state_dict())
+    state = dict(tiny.read(folder).state_dict())
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin", **kwargs)
     return folder
@@ -352,7 +347,7 @@ def test_pickled_weights(name: str, zipped: bool, tmp_path: Path) -> None:
 
 
 def test_pickled_shards(folder: Path) -> None:
-    state = dict(hf_load(folder).state_dict())
+    state = dict(tiny.read(folder).state_dict())
     (folder / "model.safetensors").unlink()
     names = sorted(state)
     shards = {"pytorch_model-1.bin": names[:7], "pytorch_model-2.bin": names[7:]}
@@ -735,7 +730,7 @@ def test_a_model_made_here_becomes_a_hugging_face_model(
             if not model.cfg.gated_mlp_biases:
                 torch.nn.init.zeros_(block.mlp.b_out)
     save_pretrained(model, tmp_path)
-    hf_model = hf_load(tmp_path)
+    hf_model = tiny.read(tmp_path)
     assert hf_model.config.model_type == family
     tokens = tiny.tokens(hf_model.config)
     assert_close(logits(model, tokens), logits(hf_model, tokens))
@@ -761,7 +756,7 @@ def test_an_untied_model_is_saved_untied(tmp_path: Path) -> None:
     with torch.no_grad():
         model.W_U.mul_(2)
     save_pretrained(model, tmp_path)
-    hf_model = hf_load(tmp_path)
+    hf_model = tiny.read(tmp_path)
     assert hf_model.config.tie_word_embeddings is False
     tokens = tiny.tokens(hf_model.config)
     assert_close(logits(hf_model, tokens), logits(model, tokens))

@@ -46,7 +46,20 @@ def from_config(hf_config: Any, seed: int = 0):
     from transformers import AutoModelForCausalLM
 
     hf_config._attn_implementation = "eager"
+    if hasattr(hf_config, "_experts_implementation"):  # its fast one wants sizes that are not odd
+        hf_config._experts_implementation = "eager"
     return loud(AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager"), seed)
+
+
+def read(folder: Any, dtype: torch.dtype | None = None):
+    """A saved Hugging Face model, with eager attention and experts."""
+    from transformers import AutoModelForCausalLM
+
+    extra = {} if dtype is None else {"dtype": dtype}
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **extra)
+    if hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "eager"
+    return model.eval()
 
 
 def build(name: str, seed: int = 0, **overrides: Any):
