@@ -47,8 +47,8 @@ class Map:
     still agree.
 
     `{e}` in both names: one tensor per expert. In the Hugging Face name alone: the native parameter
-    stacks them. In the native names alone: the pattern brings `e` to the front, and what each
-    expert gets is cut as above.
+    stacks them, as it does those of heads with `{n}` or `{k}`. In the native names alone: the
+    pattern brings `e` to the front, and what each expert gets is cut as above.
 
     `layers`: the layers that have such a tensor; None: all.
 
@@ -194,7 +194,8 @@ class Placed:
 
     @property
     def _stacked(self) -> bool:
-        return "{e}" in self.row.hf and not any("{e}" in name for name in natives_of(self.row))
+        counted = _counted(self.row.hf)
+        return counted != "" and not any(f"{{{counted}}}" in n for n in natives_of(self.row))
 
     @property
     def _unstacked(self) -> bool:
@@ -248,6 +249,12 @@ class Placed:
         return list(x.unbind()) if self._stacked else [x]
 
 
+def _counted(hf: str) -> str:
+    """What there is one tensor for each of: "e" experts, "n" heads, "k" key/value heads; or ""."""
+    found = re.search(r"\{([enk])\}", hf)
+    return found[1] if found else ""
+
+
 def _layers(row: "Map | Zeros", layers: Iterable[int]) -> list[int]:
     """Those of `layers` at which the row has something."""
     return [layer for layer in layers if row.layers is None or layer in row.layers]
@@ -272,7 +279,9 @@ def _place(row: Map, layer: int, sizes: dict[str, int]) -> Iterator[Placed]:
         for e, of_one in enumerate(filled):
             yield Placed((fill(row.hf, e),), of_one, row, letters)
         return
-    hf = [fill(row.hf, e) for e in range(sizes["e"])] if "{e}" in row.hf else [fill(row.hf)]
+    counted, hf = _counted(row.hf), [fill(row.hf)]
+    if counted:
+        hf = [hf[0].replace(f"{{{counted}}}", str(x)) for x in range(sizes[counted])]
     yield Placed(tuple(hf), tuple(fill(n) for n in natives), row, letters)
 
 
