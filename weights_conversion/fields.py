@@ -421,9 +421,11 @@ def write_windows(cfg: HookedTransformerConfig) -> dict[str, Any]:
 
 
 def rope_by_layer_type(
-    reading: Reading, d_head: int, max_positions: int, theta: float, local_theta: float
+    reading: Reading, fields: Mapping[str, Any], theta: float, local_theta: float
 ) -> dict[str, Any]:
     """Our rotary fields for a family whose sliding layers turn at a rate of their own.
+
+    `fields`: what is already known of our config: sizes, and which layers are "local".
 
     transformers 5 writes `rope_parameters` per layer type; 4 wrote `rope_theta`, `rope_scaling`,
     which only full attention has, and `rope_local_base_freq`.
@@ -440,15 +442,19 @@ def rope_by_layer_type(
     for name, (base, scaling) in beside.items():
         values = {"rope_theta": base, **(nested.get(name) or {}), **scaling}
         one = Reading({"rope_parameters": values}, f"{reading.where}: {name}")
-        both[name] = rope(one, d_head, max_positions)
-    fields, local = both["full_attention"], both["sliding_attention"]
-    scaling, local_scaling = fields["rotary_scaling"], local["rotary_scaling"]
+        both[_LAYER_TYPES[name]] = rope(one, fields["d_head"], fields["n_ctx"])
+    kinds = set(fields.get("attn_types", ["global"]))
+    if len(kinds) == 1:
+        return both[kinds.pop()]
+    full, local = both["global"], both["local"]
+    scaling, local_scaling = full["rotary_scaling"], local["rotary_scaling"]
     if local_scaling not in (None, scaling):
         raise ValueError(f"{where}: sliding layers are scaled by other rules than full attention")
+    global_only = {"rotary_scaling_global_only": local_scaling is None}
     return {
-        **fields,
+        **full,
         "rotary_base_local": local["rotary_base"],
-        "rotary_scaling_global_only": scaling is not None and local_scaling is None,
+        **({} if scaling is None else global_only),
     }
 
 

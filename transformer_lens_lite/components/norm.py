@@ -108,6 +108,10 @@ class RMSNorm(RMSNormPre):
         super().__init__(spec)
         self.w = nn.Parameter(torch.full(weight_shape(spec), 1.0 - spec.offset))
 
+    def weight(self) -> Float[Tensor, "*head width"]:
+        """Summed in fp32: half precision would round most of w away beside the offset."""
+        return widened(self.w) + self.offset if self.offset else self.w
+
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         return normalized * self.weight()
 
