@@ -1,6 +1,7 @@
 """The pointwise functions inside MLPs, by their classic names."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,9 @@ def quick_gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     return x * torch.sigmoid(1.702 * x)
 
 
+EPS = -1e-6
+
+
 class XIELU(nn.Module):
     """xIELU (arXiv 2411.13010): a quadratic right of zero and an integrated ELU left of it, trained
     slopes.
@@ -37,12 +41,15 @@ class XIELU(nn.Module):
     `alpha_p`, `alpha_n` [1] are kept before the softplus that makes them positive.
     """
 
+    eps: Tensor
+
     def __init__(self, alpha_p: float = 0.8, alpha_n: float = 0.8, beta: float = 0.5) -> None:
         super().__init__()
         self.alpha_p = nn.Parameter(torch.tensor([alpha_p]).expm1().log())  # softplus undoes it
         self.alpha_n = nn.Parameter(torch.tensor([alpha_n - beta]).expm1().log())
         self.beta = nn.Parameter(torch.tensor([beta]), requires_grad=False)
-        self.eps = -1e-6  # keeps expm1 away from its own zero
+        # keeps expm1 away from its own zero; checkpoints hold it, rounded to their dtype
+        self.register_buffer("eps", torch.tensor([EPS]))
 
     def forward(self, x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """Both branches, chosen by sign."""
@@ -51,6 +58,10 @@ class XIELU(nn.Module):
         right = alpha_p * x * x + self.beta * x
         left = (torch.expm1(x.clamp(max=self.eps)) - x) * alpha_n + self.beta * x
         return torch.where(x > 0, right, left)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}eps", torch.tensor([EPS]))  # for those who do not keep it
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 ACTIVATION_FUNCTIONS: dict[str, Activation] = {
