@@ -107,6 +107,8 @@ class ByHand:
         cfg, name = self.cfg, f"blocks.{layer}.attn"
         kv_heads = cfg.n_key_value_heads or cfg.n_heads
         prefix = "_" if cfg.n_key_value_heads else ""
+        if cfg.latent_kv_rank is not None:
+            return self.latent_attention(x, layer)
         qk_input = x
         if cfg.positional_embedding_type == "shortformer":
             qk_input = x + self["pos_embed.W_pos"][: len(x)]
@@ -133,6 +135,30 @@ class ByHand:
             shared = head * kv_heads // cfg.n_heads
             pattern = self.pattern(q[head], k[shared], layer, head)
             out = out + pattern @ v[shared] @ self[f"{name}.W_O"][head]
+        return out
+
+    def latent_attention(self, x: Tensor, layer: int) -> Tensor:
+        cfg, name = self.cfg, f"blocks.{layer}.attn"
+
+        def latent(which: str, norm: str) -> Tensor:
+            down = x @ self[f"{name}.W_{which}_down"] + self[f"{name}.b_{which}_down"]
+            down = down / torch.sqrt((down * down).mean(-1, keepdim=True) + cfg.latent_eps)
+            return down * self[f"{name}.{norm}.w"]
+
+        of_keys = latent("KV", "kv_latent_norm")
+        of_queries = x if cfg.latent_q_rank is None else latent("Q", "q_latent_norm")
+        shared = x @ self[f"{name}.W_K_rotary"] + self[f"{name}.b_K_rotary"]
+        still = cfg.d_head - cfg.rotary_dim
+        out = self[f"{name}.b_O"].repeat(len(x), 1)
+        for head in range(cfg.n_heads):
+            q = of_queries @ self[f"{name}.W_Q"][head]
+            if cfg.latent_q_rank is None:
+                q = q + self[f"{name}.b_Q"][head]
+            k = of_keys @ self[f"{name}.W_K"][head]
+            q = torch.cat((q[:, :still], self.turned(q[:, still:], layer)), -1)
+            k = torch.cat((k, self.turned(shared, layer)), -1)
+            v = of_keys @ self[f"{name}.W_V"][head]
+            out = out + self.pattern(q, k, layer, head) @ v @ self[f"{name}.W_O"][head]
         return out
 
     def qk_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
@@ -168,7 +194,10 @@ class ByHand:
                 if cfg.attn_scores_soft_cap > 0:
                     score = cfg.attn_scores_soft_cap * torch.tanh(score / cfg.attn_scores_soft_cap)
                 if cfg.positional_embedding_type == "alibi":
-                    score = score - slopes[head] * (i - j)
+                    penalty = slopes[head] * (i - j)
+                    if cfg.alibi_in_bfloat16:  # of keys, as a softmax does not see the query's
+                        penalty = -float((torch.tensor(slopes[head]).bfloat16() * j).float())
+                    score = score - penalty / (scale if cfg.alibi_scaled else 1)
                 weights[i, j] = score.exp()
             weights[i] /= total + weights[i].sum()
         return weights

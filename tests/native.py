@@ -43,6 +43,7 @@ BETWEEN = {"original_max_position_embeddings": 40}  # one pair of channels is ke
 LONG = {"short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 2.5, 4.0], "factor": 4.0, **ORIGINAL}
 
 # name -> what differs from the sizes above
+LATENT = {"latent_kv_rank": 9, "d_value": 5, "rotary_dim": 4}
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "gated_mlp": True, "act_fn": "silu"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -106,6 +107,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "residual_scale": {"residual_scale": 0.3},
     "logit_scale": {"logit_scale": 2.3},
     "logit_softcap": {"output_logits_soft_cap": 2.0},
+    "latent": {**ROTARY, **LATENT},
+    "latent_queries": {
+        **RMS, **ROTARY, **LATENT, "latent_q_rank": 7, "rotary_adjacent_pairs": True,
+        "attn_scores_soft_cap": 1.5,
+    },
     "experts": {**RMS, **ROTARY, **EXPERTS, "norm_topk_prob": True},
     "experts_shared": {
         **EXPERTS, "d_expert": 11, "d_shared_expert": 13, "shared_expert_gate": True,

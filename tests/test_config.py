@@ -200,6 +200,18 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"use_logn_attn": True}, ["use_logn_attn"]),
     ({"num_experts": 4, "experts_per_token": 2}, ["num_experts", "gated_mlp"]),
     ({"experts_per_token": 2}, ["experts_per_token", "num_experts"]),
+    ({"latent_q_rank": 7}, ["latent_q_rank", "latent_kv_rank"]),
+    ({"latent_kv_rank": 7}, ["latent_kv_rank", "positional_embedding_type"]),
+    ({"latent_kv_rank": 7, "positional_embedding_type": "rotary"}, ["rotary_dim", "d_head"]),
+    (
+        {
+            "latent_kv_rank": 7,
+            "positional_embedding_type": "rotary",
+            "rotary_dim": 2,
+            "n_key_value_heads": 2,
+        },
+        ["latent_kv_rank", "n_key_value_heads"],
+    ),
     ({"router_scale": 2.0}, ["router_scale", "num_experts"]),
     ({**EXPERTS, "experts_per_token": 7}, ["experts_per_token=7", "num_experts=6"]),
     ({**EXPERTS, "router_groups": 4}, ["num_experts=6", "router_groups=4"]),

@@ -350,6 +350,12 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
         {"positional_embedding_type": "standard"},
         {"positional_embedding_type": "alibi"},
         {"positional_embedding_type": "alibi", "alibi_slopes": [0.9, 0.5, 0.2, 0.1]},
+        {
+            "positional_embedding_type": "alibi",
+            "alibi_slopes": [0.9, 0.5, 0.3, 0.1],
+            "alibi_scaled": True,
+            "alibi_in_bfloat16": True,
+        },
         {"positional_embedding_type": "none"},
         {"positional_embedding_type": "shortformer"},
     )
@@ -449,6 +455,7 @@ YARN = {
 }  # fmt: skip
 # field -> (what the model is like before, the field's other value)
 EXPERTS = native.EXPERTS
+LATENT = native.VARIANTS["latent"]
 GROUPS = {**EXPERTS, "router_groups": 3, "experts_per_token": 1}
 FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "eps": ({}, 1e-5),
@@ -467,7 +474,16 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "qk_norm_type": ({"use_qk_norm": True}, "LN"),
     "qk_norm_after_rotary": ({**ROTARY, "use_qk_norm": True}, True),
     "alibi_slopes": ({"positional_embedding_type": "alibi"}, [0.3, 0.2, 0.1, 0.4]),
+    "alibi_scaled": ({"positional_embedding_type": "alibi"}, True),
+    "alibi_in_bfloat16": (
+        {"positional_embedding_type": "alibi", "alibi_slopes": [0.3, 0.2, 0.1, 0.4]},
+        True,
+    ),
     "chunked_attention": (WINDOW, True),
+    "latent_kv_rank": ({**ROTARY, "rotary_dim": 4}, 9),
+    "latent_q_rank": (LATENT, 7),
+    "d_value": (LATENT, 3),
+    "latent_eps": (LATENT, 0.1),
     "num_experts": (EXPERTS, 5),
     "experts_per_token": (EXPERTS, 3),
     "norm_topk_prob": (EXPERTS, True),

@@ -53,6 +53,9 @@ FOLDABLE = {
     },
     "rms_qk_norm_full": {**RMS, "use_qk_norm": True, "qk_norm_over": "all_heads"},
     "rms_solu": {**RMS, "act_fn": "solu_ln"},
+    "rms_latent": {**RMS, "rotary_dim": 4, "latent_kv_rank": 9, "d_value": 5, "latent_q_rank": 7},
+    "rms_latent_plain": {**RMS, "rotary_dim": 4, "latent_kv_rank": 9},
+    "ln_latent": {"positional_embedding_type": "rotary", "rotary_dim": 4, "latent_kv_rank": 9},
     "rms_experts": {**RMS, **GATED, **EXPERTS, "d_shared_expert": 7, "shared_expert_gate": True},
     "ln_experts": {**GATED, **EXPERTS, "d_shared_expert": 7, "expert_layers": [False, True]},
     "rms_sinks": {**RMS, **GATED, "use_attention_sinks": True, "n_key_value_heads": 2},
@@ -217,7 +220,7 @@ def test_the_loud_model_hears_every_weight(case: str) -> None:
 def test_folding_removes_the_norms_that_are_read_by_matrices(case: str) -> None:
     model = loud_model(**CASES[case])
     cfg, state = quietly(wp.fold_layer_norm, model.cfg, model.state_dict())
-    kept = ("ln1_post.w", "ln2_post.w", "q_norm.w", "k_norm.w", "embed.ln.w", "mlp.ln.w")
+    kept = ("ln1_post.w", "ln2_post.w", "q_norm.w", "k_norm.w", "embed.ln.w", "mlp.ln.w", "latent_norm.w")
     left = [name for name in state if name.endswith(".w")]
     assert all(name.endswith(kept) for name in left), left
     assert cfg.normalization_type == f"{model.cfg.normalization_type}Pre"

@@ -97,12 +97,24 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary positions on the first `dim` channels of each head."""
+    """Rotary positions on the first `dim` channels of each head, or the last."""
 
     dim: int
     base: float
     adjacent_pairs: bool  # True: channels (2i, 2i+1) turn together (GPT-J); False: (i, i + dim/2)
     scaling: RotaryScaling
+    at_end: bool = False
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Keys and values are made from a narrow latent, queries perhaps from another (DeepSeek-V2,
+    arXiv 2405.04434)."""
+
+    kv_rank: int
+    q_rank: int | None  # None: queries are made from the stream
+    d_value: int  # of each head; keys have d_head, of which the last channels turn
+    eps: float  # of the latents' norms
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,19 @@ class QueryGrowth:
     scale: float
     length: float
     start: int = 0
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Scores fall by `slopes` of each head times the distance (arXiv 2108.12409), times `scale`.
+
+    `in_bfloat16`: slope times position is rounded, position by position, whatever the model's dtype
+    (Falcon).
+    """
+
+    slopes: tuple[float, ...]
+    scale: float = 1.0
+    in_bfloat16: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,7 @@ class AttentionSpec:
     window: int | None  # a query sees this many keys, itself included; None: all
     chunk: int | None  # a query sees only its own stretch of this many positions (Llama 4)
     rotary: RotarySpec | None
-    alibi: tuple[float, ...] | None  # the penalty per position of each head
+    alibi: Alibi | None
     growth: QueryGrowth | None
     softcap: float | None
     qk_norm: NormSpec | None
@@ -137,6 +162,12 @@ class AttentionSpec:
     qk_norm_after_rotary: bool
     clip_qkv: float | None
     sinks: bool
+    latent: LatentSpec | None
+
+    @property
+    def d_value(self) -> int:
+        """Channels of one head's values."""
+        return self.d_head if self.latent is None else self.latent.d_value
 
 
 @dataclass(frozen=True)
@@ -335,9 +366,16 @@ class HookedTransformerConfig:
     qk_norm_over: str = "head"
     qk_norm_after_rotary: bool = False  # where nothing turns there is no norm then
     alibi_slopes: Sequence[float] | None = None  # the penalty per position of each head
+    alibi_scaled: bool = False  # the penalty is scaled as the scores are (Falcon)
+    alibi_in_bfloat16: bool = False  # slope times position is rounded (Falcon)
     reserved_positions: int = 0  # rows of the position matrix before that of position 0
     # local layers see stretches of window_size positions instead of a window that slides
     chunked_attention: bool = False
+    # latent attention: see LatentSpec
+    latent_kv_rank: int | None = None  # None: keys and values are made from the stream
+    latent_q_rank: int | None = None
+    d_value: int | None = None  # None: d_head
+    latent_eps: float = 1e-6
     # mixtures of experts: see RouterSpec and MoESpec
     d_expert: int | None = None  # None: d_mlp
     d_shared_expert: int | None = None  # of the expert every token passes; None: there is none
@@ -373,6 +411,7 @@ class HookedTransformerConfig:
         self._fill_in_sizes()
         self._check_choices()
         self._check_contradictions()
+        self._check_latent()
         self._check_experts()
         self._check_unsupported()
         self.n_params = self._count_params()
@@ -408,7 +447,8 @@ class HookedTransformerConfig:
                 )
         for name in (
             "d_mlp", "n_key_value_heads", "rotary_dim", "window_size", "num_experts",
-            "experts_per_token", "d_expert", "d_shared_expert",
+            "experts_per_token", "d_expert", "d_shared_expert", "latent_kv_rank",
+            "latent_q_rank", "d_value",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -524,10 +564,11 @@ class HookedTransformerConfig:
                 f"qk_norm_over='all_heads' needs qk_norm_type='RMS', got {self.qk_norm_type!r}"
             )
         kind = self.positional_embedding_type
-        if self.alibi_slopes is not None and kind != "alibi":
-            raise ValueError(
-                f"alibi_slopes without positional_embedding_type='alibi'; it is {kind!r}"
-            )
+        for name in ("alibi_slopes", "alibi_scaled", "alibi_in_bfloat16"):
+            if getattr(self, name) and kind != "alibi":
+                raise ValueError(
+                    f"{name} without positional_embedding_type='alibi'; it is {kind!r}"
+                )
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.n_heads:
             raise ValueError(
                 f"alibi_slopes has {len(self.alibi_slopes)} entries but n_heads={self.n_heads}"
@@ -540,6 +581,29 @@ class HookedTransformerConfig:
         if self.chunked_attention and not self.use_local_attn:
             raise ValueError("chunked_attention=True has no effect with use_local_attn=False")
         self._query_growth(turns=False)  # raises on bad parameters
+
+    def _check_latent(self) -> None:
+        if self.latent_kv_rank is None:
+            for name in ("latent_q_rank", "d_value"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)!r} without latent_kv_rank")
+            return
+        if self.positional_embedding_type != "rotary":
+            raise ValueError(
+                "latent_kv_rank needs positional_embedding_type='rotary', got "
+                f"{self.positional_embedding_type!r}"
+            )
+        assert self.rotary_dim is not None
+        if self.rotary_dim >= self.d_head:
+            raise ValueError(
+                f"latent_kv_rank needs channels that do not turn: rotary_dim={self.rotary_dim} "
+                f"must be less than d_head={self.d_head}"
+            )
+        if self.n_key_value_heads is not None:
+            raise ValueError(
+                f"latent_kv_rank gives every head its keys; n_key_value_heads="
+                f"{self.n_key_value_heads} contradicts it"
+            )
 
     def _check_experts(self) -> None:
         n, k = self.num_experts, self.experts_per_token
@@ -610,7 +674,8 @@ class HookedTransformerConfig:
         base = self.rotary_base_local if local and self.rotary_base_local else self.rotary_base
         parameters, global_only = self._rotary_scaling_parameters()
         scaling = scaling_from_dict(None if local and global_only else parameters, self.rotary_dim)
-        return RotarySpec(self.rotary_dim, float(base), self.rotary_adjacent_pairs, scaling)
+        at_end = self.latent_kv_rank is not None
+        return RotarySpec(self.rotary_dim, float(base), self.rotary_adjacent_pairs, scaling, at_end)
 
     def _rotary_scaling_parameters(self) -> tuple[dict[str, Any] | None, bool]:
         """The scaling in force and whether local layers go without it."""
@@ -701,7 +766,7 @@ class HookedTransformerConfig:
             window=None if self.chunked_attention else window,
             chunk=window if self.chunked_attention else None,
             rotary=self.rotary_spec(attn_type) if turns else None,
-            alibi=self._alibi_slopes(),
+            alibi=self._alibi(self._score_scale(layer)),
             growth=self._query_growth(turns),
             softcap=self.attn_scores_soft_cap if self.attn_scores_soft_cap > 0 else None,
             qk_norm=self._qk_norm_spec() if turns or not self.qk_norm_after_rotary else None,
@@ -709,6 +774,7 @@ class HookedTransformerConfig:
             qk_norm_after_rotary=self.qk_norm_after_rotary,
             clip_qkv=self.clip_qkv,
             sinks=self.use_attention_sinks,
+            latent=self._latent_spec(),
         )
 
     def _qk_norm_spec(self) -> NormSpec | None:
@@ -718,10 +784,17 @@ class HookedTransformerConfig:
         n_heads = self.n_heads if self.qk_norm_over == "each_head" else None
         return NormSpec(self.qk_norm_type, self.d_head, self.eps, self.norm_weight_offset, n_heads)
 
-    def _alibi_slopes(self) -> tuple[float, ...] | None:
+    def _latent_spec(self) -> LatentSpec | None:
+        if self.latent_kv_rank is None:
+            return None
+        d_value = self.d_value or self.d_head
+        return LatentSpec(self.latent_kv_rank, self.latent_q_rank, d_value, self.latent_eps)
+
+    def _alibi(self, score_scale: float) -> Alibi | None:
         if self.positional_embedding_type != "alibi":
             return None
-        return tuple(self.alibi_slopes or alibi_slopes(self.n_heads))
+        slopes = tuple(self.alibi_slopes or alibi_slopes(self.n_heads))
+        return Alibi(slopes, score_scale if self.alibi_scaled else 1.0, self.alibi_in_bfloat16)
 
     def _query_growth(self, turns: bool) -> QueryGrowth | None:
         """That of a layer that turns, or does not."""

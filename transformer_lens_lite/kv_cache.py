@@ -17,9 +17,11 @@ from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
 
-NewKeys = Float[Tensor, "batch kv_head new_pos d_head"]  # or values
-StoredKeys = Float[Tensor, "_row kv_head _key_pos d_head"]  # or values; _: sizes differ by segment
-Segment = tuple[StoredKeys, StoredKeys]
+NewKeys = Float[Tensor, "batch kv_head new_pos d_head"]
+NewValues = Float[Tensor, "batch kv_head new_pos d_value"]
+StoredKeys = Float[Tensor, "_row kv_head _key_pos d_head"]  # _: sizes differ by segment
+StoredValues = Float[Tensor, "_row kv_head _key_pos d_value"]
+Segment = tuple[StoredKeys, StoredValues]
 FIRST_CAPACITY = 64
 
 
@@ -32,6 +34,7 @@ class KeyValueCacheEntry:
         dtype: torch.dtype,
         device: torch.device,
         max_len: int | None = None,
+        d_value: int | None = None,
     ) -> None:
         batch, n_kv_heads, d_head = shape
         self.max_len = max_len
@@ -39,7 +42,8 @@ class KeyValueCacheEntry:
         self.prefix: tuple[Segment, ...] = ()
         self._length = 0  # of the tail
         empty = torch.empty(batch, n_kv_heads, max_len or 0, d_head, dtype=dtype, device=device)
-        self._keys, self._values = empty, torch.empty_like(empty)
+        values_shape = (*empty.shape[:3], d_value or d_head)
+        self._keys, self._values = empty, empty.new_empty(values_shape)
         self._joined_with_graph: Segment | None = None  # what `advance` will make the tail
 
     # -- reading --
@@ -69,11 +73,11 @@ class KeyValueCacheEntry:
         return self._joined(0)
 
     @property
-    def past_values(self) -> Float[Tensor, "batch pos kv_head d_head"]:
+    def past_values(self) -> Float[Tensor, "batch pos kv_head d_value"]:
         """The stored values: a view, unless they lie in several segments."""
         return self._joined(1)
 
-    def _joined(self, which: int) -> Float[Tensor, "batch pos kv_head d_head"]:
+    def _joined(self, which: int) -> Float[Tensor, "batch pos kv_head _"]:
         parts = [segment[which].expand(self.batch_size, -1, -1, -1) for segment in self.segments]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2)
 
@@ -82,9 +86,9 @@ class KeyValueCacheEntry:
     def append(
         self,
         new_keys: Float[Tensor, "batch new_pos kv_head d_head"],
-        new_values: Float[Tensor, "batch new_pos kv_head d_head"],
+        new_values: Float[Tensor, "batch new_pos kv_head d_value"],
     ) -> tuple[
-        Float[Tensor, "batch pos kv_head d_head"], Float[Tensor, "batch pos kv_head d_head"]
+        Float[Tensor, "batch pos kv_head d_head"], Float[Tensor, "batch pos kv_head d_value"]
     ]:
         """Stored and new keys and values, joined along pos; kept unless frozen.
 
@@ -106,7 +110,7 @@ class KeyValueCacheEntry:
             )
         return joined_keys.transpose(1, 2), joined_values.transpose(1, 2)
 
-    def extend(self, keys: NewKeys, values: NewKeys) -> tuple[Segment, ...]:
+    def extend(self, keys: NewKeys, values: NewValues) -> tuple[Segment, ...]:
         """The segments attention reads: what is stored, and the new positions.
 
         Nothing counts as stored until `advance`: a forward that fails half way leaves no trace.
@@ -191,11 +195,12 @@ class KeyValueCacheEntry:
         if not torch.is_inference_mode_enabled():
             self._leave_inference_mode()
         shape = (batch_size, self._keys.shape[1], self._keys.shape[3])
-        new = KeyValueCacheEntry(shape, self._keys.dtype, self._keys.device, max_len)
+        d_value = self._values.shape[3]
+        new = KeyValueCacheEntry(shape, self._keys.dtype, self._keys.device, max_len, d_value)
         new.prefix = tuple((k.detach(), v.detach()) for k, v in self.segments if k.shape[2])
         return new
 
-    def replaced(self, keys: StoredKeys, values: StoredKeys) -> "KeyValueCacheEntry":
+    def replaced(self, keys: StoredKeys, values: StoredValues) -> "KeyValueCacheEntry":
         """An entry like this one, room included, that holds exactly these."""
         new = copy.copy(self)
         new.prefix = ()
@@ -254,7 +259,7 @@ class KeyValueCache:
                 attention.n_heads if cfg.ungroup_grouped_query_attention else attention.n_kv_heads
             )
             shape = (batch_size, heads, attention.d_head)
-            entries.append(KeyValueCacheEntry(shape, cfg.dtype, where, max_len))
+            entries.append(KeyValueCacheEntry(shape, cfg.dtype, where, max_len, attention.d_value))
         return cls(entries)
 
     def __getitem__(self, layer: int) -> KeyValueCacheEntry:

@@ -274,6 +274,9 @@ class FoldValueBiases(Step):
 
     name = "fold_value_biases"
 
+    def applies(self, cfg: HookedTransformerConfig) -> bool:
+        return cfg.latent_kv_rank is None  # there, values have no biases
+
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         # a norm's bias is about to become one of values'
         biases = [name for name in state if name.endswith(("b_V", ".ln1.b"))]
@@ -433,6 +436,10 @@ def readers(cfg: HookedTransformerConfig, norm: str, weights: State) -> list[tup
     """(matrix, bias) of every projection that reads a norm."""
     if norm == "ln_final":
         return [("unembed.W_U", "unembed.b_U")]
+    if norm == "ln1" and cfg.latent_kv_rank is not None:
+        of_queries = [] if cfg.latent_q_rank is None else [("attn.W_Q_down", "attn.b_Q_down")]
+        readers_of_keys = [(f"attn.W_{x}", f"attn.b_{x}") for x in ("KV_down", "K_rotary")]
+        return [*(of_queries or [("attn.W_Q", "attn.b_Q")]), *readers_of_keys]
     if norm == "ln1":
         keys_and_values = [
             (key_value_name(cfg, f"W_{x}"), key_value_name(cfg, f"b_{x}")) for x in "KV"

@@ -72,6 +72,7 @@ class Zeros:
     native: str
     shape: str
     layers: tuple[int, ...] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def natives_of(row: Row) -> tuple[str, ...]:
 def optional(present: bool, row: Map) -> Map | Zeros:
     """The row, or zeros where this checkpoint has no such tensor."""
     assert isinstance(row.native, str)
-    return row if present else Zeros(row.native, _sides(row.pattern)[1], row.layers)
+    return row if present else Zeros(row.native, _sides(row.pattern)[1], row.layers, row.sizes)
 
 
 def override(rows: Iterable[Row], *new: Row) -> list[Row]:
@@ -381,7 +382,9 @@ class Table:
         rows = architecture.rows(cfg, reading)
         self.maps = list(self._placed(rows, range(cfg.n_layers)))
         self.zeros = {
-            name.replace("{i}", str(layer)).replace("{e}", str(e)): shape_of(row.shape, self.sizes)
+            name.replace("{i}", str(layer)).replace("{e}", str(e)): shape_of(
+                row.shape, {**self.sizes, **row.sizes}
+            )
             for row in rows
             if isinstance(row, Zeros)
             for name in natives_of(row)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_lens_lite.components.context import ForwardContext, Mask
-from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, build_norm
+from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm, build_norm
 from transformer_lens_lite.components.storage import (
     JoinedProjection,
     in_matrix,
@@ -18,8 +18,9 @@ from transformer_lens_lite.components.storage import (
     matmul_ready,
     out_matrix,
     out_projection,
+    transposed,
 )
-from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig
+from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig, NormSpec
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 from transformer_lens_lite.kv_cache import Segment
 
@@ -27,7 +28,9 @@ from transformer_lens_lite.kv_cache import Segment
 LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 PerHead = Float[Tensor, "batch pos head d_head"]
 PerKeyHead = Float[Tensor, "batch pos kv_head d_head"]
+PerValueHead = Float[Tensor, "batch pos kv_head d_value"]
 HeadsFirst = Float[Tensor, "batch head pos d_head"]
+Weighed = Float[Tensor, "batch head pos d_value"]
 
 
 class Attention(Component):
@@ -41,7 +44,7 @@ class Attention(Component):
 
     prefix = ""  # of the key and value parameters' names
     W_Q: nn.Parameter
-    b_Q: nn.Parameter
+    b_Q: Any  # a parameter, or None
     W_K: Any  # a parameter, or made from a grouped one
     W_V: Any
     b_K: Any
@@ -52,19 +55,13 @@ class Attention(Component):
         self.cfg = cfg
         self.spec = spec
         self.layer_id = layer
-        n, k, m, h = spec.n_heads, spec.n_kv_heads, spec.d_model, spec.d_head
-        weights = in_projections((n, k, k), m, h)
-        biases = torch.zeros(n + 2 * k, h).split((n, k, k))
+        n, k = spec.n_heads, spec.n_kv_heads
         self.W_names = ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V")
         self.b_names = ("b_Q", f"{self.prefix}b_K", f"{self.prefix}b_V")
-        for W_name, b_name, weight, bias in zip(
-            self.W_names, self.b_names, weights, biases, strict=True
-        ):
-            self.register_parameter(W_name, weight)
-            self.register_parameter(b_name, nn.Parameter(bias))
+        self._make_projections()
         self.joined = JoinedProjection()
-        self.W_O = out_projection(n, h, m)
-        self.b_O = nn.Parameter(torch.zeros(m))
+        self.W_O = out_projection(n, spec.d_value, spec.d_model)
+        self.b_O = nn.Parameter(torch.zeros(spec.d_model))
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(n))
 
@@ -80,6 +77,17 @@ class Attention(Component):
         self.hook_pattern = HookPoint(pos_axis=2)  # [batch, head, pos, key_pos]
         self.hook_z = HookPoint()  # [batch, pos, head, d_head]
         self.hook_result = HookPoint(optional=True)  # [batch, pos, head, d_model]
+
+    def _make_projections(self) -> None:
+        """The parameters that make queries, keys and values."""
+        n, k, m, h = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_model, self.spec.d_head
+        weights = in_projections((n, k, k), m, h)
+        biases = torch.zeros(n + 2 * k, h).split((n, k, k))
+        for W_name, b_name, weight, bias in zip(
+            self.W_names, self.b_names, weights, biases, strict=True
+        ):
+            self.register_parameter(W_name, weight)
+            self.register_parameter(b_name, nn.Parameter(bias))
 
     def _qk_norm(self, n_heads: int) -> Norm | Absent:
         spec = self.spec.qk_norm
@@ -135,7 +143,7 @@ class Attention(Component):
         query_input: Float[Tensor, "batch pos *head d_model"],
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
-    ) -> tuple[PerHead, PerKeyHead, PerKeyHead]:
+    ) -> tuple[PerHead, PerKeyHead, PerValueHead]:
         """Queries, keys and values of the new positions; by one product where their weights
         adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
@@ -173,7 +181,7 @@ class Attention(Component):
 
     def attend(
         self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask
-    ) -> Float[Tensor, "batch pos head d_head"]:
+    ) -> Float[Tensor, "batch pos head d_value"]:
         """Weigh the values. Fused, unless the scores are wanted or are not plain."""
         if self.needs_scores() or len(segments) > 1:
             z = self.explicit(q, segments, mask)
@@ -191,7 +199,7 @@ class Attention(Component):
         )
 
     def back_to_stream(
-        self, z: Float[Tensor, "batch pos head d_head"]
+        self, z: Float[Tensor, "batch pos head d_value"]
     ) -> Float[Tensor, "batch pos d_model"]:
         """Join the heads; each head's part separately when `hook_result` is listened to."""
         if self.hook_result.listened:
@@ -205,9 +213,9 @@ class Attention(Component):
         self,
         q: HeadsFirst,
         k: Float[Tensor, "batch kv_head key_pos d_head"],
-        v: Float[Tensor, "batch kv_head key_pos d_head"],
+        v: Float[Tensor, "batch kv_head key_pos d_value"],
         mask: Mask,
-    ) -> HeadsFirst:
+    ) -> Weighed:
         """One kernel for scores, softmax and the weighted sum."""
         bias = None if mask.is_causal or mask.is_open else mask.finite_bias
         if bias is None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
@@ -226,7 +234,7 @@ class Attention(Component):
             )
         return z if bias is None or mask.dead is None else z.masked_fill(mask.dead, 0.0)
 
-    def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> HeadsFirst:
+    def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> Weighed:
         """Scores, softmax and weighted sum as three steps, with the hook points between."""
         q = q * self.spec.scale
         scores = concatenated([scores_against(q, keys) for keys, _ in segments])
@@ -313,22 +321,88 @@ class GroupedQueryAttention(Attention):
         return k, project(value_input, self._W_V, self._b_V)
 
 
+class LatentAttention(Attention):
+    """Attention whose keys and values are made from a narrow latent of each token (DeepSeek-V2,
+    arXiv 2405.04434).
+
+        latent = norm(x W_KV_down + b_KV_down)                    [batch, pos, kv_rank]
+        k      = [latent W_K, x W_K_rotary + b_K_rotary]          the second part is shared by heads
+        v      = latent W_V
+
+    and queries from `norm(x W_Q_down + b_Q_down)` where the spec has a rank for them. What is
+    cached are keys and values, as everywhere: the hook points stay those of attention.
+    """
+
+    def _make_projections(self) -> None:
+        spec, latent = self.spec, self.spec.latent
+        assert latent is not None
+        assert spec.rotary is not None
+        n, m, turning = spec.n_heads, spec.d_model, spec.rotary.dim
+        self.W_KV_down = transposed(m, latent.kv_rank)
+        self.b_KV_down = nn.Parameter(torch.zeros(latent.kv_rank))
+        self.W_K_rotary = transposed(m, turning)
+        self.b_K_rotary = nn.Parameter(torch.zeros(turning))
+        self.hook_kv_latent = HookPoint()  # [batch, pos, kv_rank]
+        self.kv_latent_norm = RMSNorm(NormSpec("RMS", latent.kv_rank, latent.eps))
+        (self.W_K,) = in_projections((n,), latent.kv_rank, spec.d_head - turning)
+        (self.W_V,) = in_projections((n,), latent.kv_rank, latent.d_value)
+        if latent.q_rank is not None:
+            self.W_Q_down = transposed(m, latent.q_rank)
+            self.b_Q_down = nn.Parameter(torch.zeros(latent.q_rank))
+            self.hook_q_latent = HookPoint()  # [batch, pos, q_rank]
+            self.q_latent_norm = RMSNorm(NormSpec("RMS", latent.q_rank, latent.eps))
+        (self.W_Q,) = in_projections((n,), latent.q_rank or m, spec.d_head)
+        own_bias = nn.Parameter(torch.zeros(n, spec.d_head)) if latent.q_rank is None else None
+        self.register_parameter("b_Q", own_bias)
+
+    def projected(
+        self,
+        query_input: Float[Tensor, "batch pos *head d_model"],
+        key_input: Float[Tensor, "batch pos *head d_model"],
+        value_input: Float[Tensor, "batch pos *head d_model"],
+    ) -> tuple[PerHead, PerHead, Float[Tensor, "batch pos head d_value"]]:
+        latent = self.spec.latent
+        assert latent is not None
+        if latent.q_rank is not None:
+            down = F.linear(query_input, self.W_Q_down.T, self.b_Q_down)
+            query_input = self.hook_q_latent(self.q_latent_norm(down))
+        of_keys = self.hook_kv_latent(self.kv_latent(key_input))
+        of_values = of_keys if value_input is key_input else self.kv_latent(value_input)
+        k = project(of_keys, self.W_K)
+        shared = F.linear(key_input, self.W_K_rotary.T, self.b_K_rotary)
+        shared = shared if shared.ndim == 4 else shared[:, :, None].expand(*k.shape[:3], -1)
+        return (
+            project(query_input, self.W_Q, self.b_Q),
+            torch.cat((k, shared), -1),
+            project(of_values, self.W_V),
+        )
+
+    def kv_latent(
+        self, x: Float[Tensor, "batch pos *head d_model"]
+    ) -> Float[Tensor, "batch pos *head kv_rank"]:
+        """What keys and values are made from."""
+        return self.kv_latent_norm(F.linear(x, self.W_KV_down.T, self.b_KV_down))
+
+
 def build_attention(cfg: HookedTransformerConfig, spec: AttentionSpec, layer: int) -> Attention:
-    """Grouped or not, as the spec says."""
+    """The class for a spec."""
+    if spec.latent is not None:
+        return LatentAttention(cfg, spec, layer)
     kind = GroupedQueryAttention if spec.grouped else Attention
     return kind(cfg, spec, layer)
 
 
 def project(
-    x: Float[Tensor, "batch pos *head d_model"],
-    weight: Float[Tensor, "head d_model d_head"],
-    bias: Float[Tensor, "head d_head"],
-) -> Float[Tensor, "batch pos head d_head"]:
+    x: Float[Tensor, "batch pos *head d_in"],
+    weight: Float[Tensor, "head d_in d_out"],
+    bias: Float[Tensor, "head d_out"] | None = None,
+) -> Float[Tensor, "batch pos head d_out"]:
     """x onto every head; when x has a head axis, each head reads its own."""
     if x.ndim == 4:
-        return torch.einsum("bpnm,nmh->bpnh", x, weight) + bias
-    n_heads, d_head = bias.shape
-    return F.linear(x, in_matrix(weight), bias.flatten()).view(*x.shape[:2], n_heads, d_head)
+        out = torch.einsum("bpnm,nmh->bpnh", x, weight)
+        return out if bias is None else out + bias
+    flat = None if bias is None else bias.flatten()
+    return F.linear(x, in_matrix(weight), flat).view(*x.shape[:2], *weight.shape[::2])
 
 
 def scores_against(
@@ -342,15 +416,15 @@ def scores_against(
 
 def weighted_sum(
     pattern: Float[Tensor, "batch head pos key_pos"],
-    values: Float[Tensor, "row kv_head key_pos d_head"],
-) -> HeadsFirst:
+    values: Float[Tensor, "row kv_head key_pos d_value"],
+) -> Weighed:
     """The values each query looks at, summed by its pattern."""
     batch, heads, pos, _ = pattern.shape
     return ungrouped(grouped_rows(pattern, values) @ values, batch, heads, pos)
 
 
 def grouped_rows(
-    x: Float[Tensor, "batch head pos inner"], shared: Float[Tensor, "row kv_head key_pos d_head"]
+    x: Float[Tensor, "batch head pos inner"], shared: Float[Tensor, "row kv_head key_pos _"]
 ) -> Float[Tensor, "row kv_head queries inner"]:
     """All queries that read the same keys, as the rows of one matrix."""
     batch, heads, pos, inner = x.shape

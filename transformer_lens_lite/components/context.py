@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.components.rotary import Turn, inverse_frequencies
-from transformer_lens_lite.config import AttentionSpec, QueryGrowth, RotarySpec
+from transformer_lens_lite.config import Alibi, AttentionSpec, QueryGrowth, RotarySpec
 from transformer_lens_lite.kv_cache import KeyValueCache, Segment
 
 T = TypeVar("T")
@@ -165,7 +165,8 @@ class ForwardContext(Memo):
     def _make_turn(self, rotary: RotarySpec) -> Turn:
         frequencies = inverse_frequencies(rotary, self.lengths, self.device)
         angles = self.positions[..., None].float() * frequencies[..., None, :]
-        return Turn(angles, rotary.adjacent_pairs, rotary.scaling.attention_factor)
+        factor = rotary.scaling.attention_factor
+        return Turn(angles, rotary.adjacent_pairs, factor, rotary.at_end)
 
     def growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:
         """What the queries of the new positions are multiplied by."""
@@ -181,7 +182,7 @@ class ForwardContext(Memo):
         self,
         layer: int,
         keys: Float[Tensor, "batch kv_head pos d_head"],
-        values: Float[Tensor, "batch kv_head pos d_head"],
+        values: Float[Tensor, "batch kv_head pos d_value"],
     ) -> tuple[Segment, ...]:
         """Everything layer `layer` attends to: cached segments and the new positions."""
         if self.cache is None:
@@ -212,7 +213,7 @@ class ForwardContext(Memo):
         causal: bool,
         window: int | None,
         chunk: int | None,
-        alibi: tuple[float, ...] | None,
+        alibi: Alibi | None,
     ) -> Mask:
         padded = self.attention_mask is not None
         local = window is not None or chunk is not None
@@ -242,7 +243,14 @@ class ForwardContext(Memo):
             visible = visible & self.attention_mask[:, None, :].bool()
         return visible
 
-    def _alibi(self, slopes: tuple[float, ...]) -> Float[Tensor, "row head pos key_pos"]:
-        distance = self.positions[:, :, None] - self.key_positions[:, None, :]
-        per_head = torch.tensor(slopes, device=self.device)[:, None, None]
-        return -per_head * distance[:, None].float()
+    def _alibi(self, alibi: Alibi) -> Float[Tensor, "row head pos key_pos"]:
+        slopes = torch.tensor(alibi.slopes, device=self.device)[:, None, None]
+        if alibi.in_bfloat16:
+            # the stairs that rounding makes lie where the key does; less the query's own position,
+            # which softmax does not see
+            keys = (slopes.bfloat16() * self.key_positions[:, None, None]).float()
+            penalty = slopes * self.positions[:, None, :, None].float() - keys
+        else:
+            distance = self.positions[:, :, None] - self.key_positions[:, None, :]
+            penalty = slopes * distance[:, None].float()
+        return -alibi.scale * penalty

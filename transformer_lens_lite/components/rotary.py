@@ -38,8 +38,10 @@ class Turn:
         angles: Float[Tensor, "row pos half"],
         adjacent_pairs: bool,
         factor: float = 1.0,
+        at_end: bool = False,
     ) -> None:
         self.adjacent_pairs = adjacent_pairs
+        self.at_end = at_end
         self.dim = 2 * angles.shape[-1]
         cos, sin = angles.cos(), angles.sin()
         if factor != 1.0:
@@ -54,9 +56,11 @@ class Turn:
     def __call__(
         self, x: Float[Tensor, "batch pos head d_head"]
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """Turn the first `dim` channels of every head; the others pass."""
+        """Turn the first `dim` channels of every head, or the last; the others pass."""
         if self.dim == x.shape[-1]:
             return self._turned(x)
+        if self.at_end:
+            return torch.cat((x[..., : -self.dim], self._turned(x[..., -self.dim :])), -1)
         return torch.cat((self._turned(x[..., : self.dim]), x[..., self.dim :]), -1)
 
     def _turned(
