@@ -98,6 +98,7 @@ OTHER: dict[str, Any] = {
     "qk_norm_type": "LN",
     "qk_norm_over": "all_heads",
     "router_type": "sigmoid",
+    "query_growth": None,
 }
 
 
@@ -139,9 +140,9 @@ def test_every_field_the_table_sets_shows_in_the_logits_or_is_refused(name: str)
     for field, value in fields.items():
         if field in NOT_BEHAVIOUR or value is None:
             continue
-        if field.startswith("rotary_") and not any(fields.get("rotary_layers") or [True]):
-            if field != "rotary_layers":
-                continue  # nothing turns
+        nothing_turns = not any(fields.get("rotary_layers") or [True])
+        if nothing_turns and field.startswith("rotary_") and field != "rotary_layers":
+            continue
         other = changed(field, value, model.cfg)
         if (
             not isinstance(value, bool)
