@@ -527,6 +527,46 @@ def test_a_corrected_config_can_be_given(folder: Path) -> None:
         assert_close(logits(model, tokens), logits(tiny.build("llama"), tokens))
 
 
+VISION = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+SEEING = {
+    "gemma3": ("gemma3_linear", "siglip_vision_model", {"mm_tokens_per_image": 4}),
+    "mistral3": ("ministral3", "pixtral", {"spatial_merge_size": 1}),
+}
+
+
+def seeing(kind: str) -> Any:
+    """A model that sees images, around a language model of another family."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    name, vision, more = SEEING[kind]
+    hf_config = CONFIG_MAPPING[kind](
+        text_config=tiny.config(name).to_dict(),
+        vision_config={"model_type": vision, **VISION},
+        image_token_index=58,
+        **more,
+    )
+    return tiny.loud(AutoModelForImageTextToText.from_config(hf_config))
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_language_model_inside_one_that_sees(kind: str, tmp_path: Path) -> None:
+    hf_model = seeing(kind)
+    tokens = tiny.tokens(tiny.config("llama")) % 50
+    wanted = logits(hf_model, tokens)
+    assert_close(logits(load(hf_model), tokens), wanted)
+    hf_model.save_pretrained(tmp_path / "whole")
+    model = load(tmp_path / "whole")
+    assert_close(logits(model, tokens), wanted)
+    save_pretrained(model, tmp_path / "text")  # as the family that the language model is
+    written = tiny.read(tmp_path / "text")
+    assert written.config.model_type == tiny.VARIANTS[SEEING[kind][0]][0]
+    assert_close(logits(written, tokens), wanted)
+    rewrite(tmp_path / "whole", lambda t: t.update({"language_model.extra": torch.ones(1)}))
+    with pytest.raises(ValueError, match="no place for extra"):
+        load(tmp_path / "whole")
+
+
 def test_a_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         from transformers import LlamaForCausalLM

@@ -234,7 +234,49 @@ def _as_in_files(hf_model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(hf_model, state))
 
 
-Checkpoint = FolderCheckpoint | ModelCheckpoint
+class TextPart:
+    """The language model inside a checkpoint that sees images too, as a checkpoint of its own.
+
+    Its tensors go by the names they have in the file of the language model alone; those of the
+    other parts are not there. An unknown name stays what it is, to be refused by it.
+    """
+
+    inside = {"language_model.": "", "model.language_model.": "model."}
+    others = ("vision_tower.", "multi_modal_projector.")
+
+    def __init__(self, whole: "FolderCheckpoint | ModelCheckpoint") -> None:
+        self.whole = whole
+        self.where = f"{whole.where}: text_config"
+        ties = {n: whole.config[n] for n in ("tie_word_embeddings",) if n in whole.config}
+        self.config = {**whole.config["text_config"], **ties}
+        self.original = {
+            self._renamed(name): name
+            for name in whole.names()
+            if not name.removeprefix("model.").startswith(self.others)
+        }
+
+    def _renamed(self, name: str) -> str:
+        for prefix, short in self.inside.items():
+            if name.startswith(prefix):
+                return short + name.removeprefix(prefix)
+        return name
+
+    def names(self) -> set[str]:
+        return set(self.original)
+
+    def read(self, name: str) -> Tensor:
+        return self.whole.read(self.original[name])
+
+    def describe(self, name: str) -> str:
+        return self.whole.describe(self.original[name])
+
+    def n_bytes(self) -> int:
+        return self.whole.n_bytes()
+
+
+Checkpoint = FolderCheckpoint | ModelCheckpoint | TextPart
+# Families that see images, around a language model that is a family of its own.
+AROUND_TEXT = ("gemma3", "mistral3")
 
 
 def open_checkpoint(
@@ -249,11 +291,15 @@ def open_checkpoint(
     """
     if hf_config is not None and not isinstance(hf_config, Mapping):
         hf_config = hf_config.to_dict()
+    whole: FolderCheckpoint | ModelCheckpoint
     if hf_model is not None:
-        return ModelCheckpoint(hf_model, hf_config)
-    if name is None:
+        whole = ModelCheckpoint(hf_model, hf_config)
+    elif name is not None:
+        whole = FolderCheckpoint(_folder(name, revision), hf_config)
+    else:
         raise ValueError("give the name or the folder of a model, or hf_model=")
-    return FolderCheckpoint(_folder(name, revision), hf_config)
+    around_text = whole.config.get("model_type") in AROUND_TEXT
+    return TextPart(whole) if around_text and "text_config" in whole.config else whole
 
 
 def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:

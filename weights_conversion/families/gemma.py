@@ -125,7 +125,12 @@ def rows_2(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
 # --- Gemma 3 ------------------------------------------------------------------------------------
 
 
+# What files that see images leave out of their text_config.
+LEFT_OUT = {"vocab_size": 262208, "num_attention_heads": 8}
+
+
 def read_config_3(reading: Reading) -> dict[str, Any]:
+    reading.config = {**LEFT_OUT, **reading.config}
     pattern = reading.size("_sliding_window_pattern", reading.size("sliding_window_pattern", 6))
     fields = read_later(reading, pattern=pattern, n_ctx=131072)
     reading.require("attn_logit_softcapping", None, "Hugging Face's Gemma 3 does not apply it")
