@@ -114,8 +114,8 @@ def read_v2(reading: Reading) -> dict[str, Any]:
 
 
 def write_latent(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
+    written = llama.write_without_biases(cfg, needs)  # refuses models that do not turn
     assert cfg.rotary_dim is not None
-    written = llama.write_without_biases(cfg, needs)
     wanted = math.sqrt(cfg.d_head) / more_attention(cfg.rotary_scaling)
     if not math.isclose(score_divisor(cfg), wanted):
         raise ValueError(f"attn_scale={cfg.attn_scale} has no place: it follows from the sizes")
