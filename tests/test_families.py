@@ -26,7 +26,7 @@ from test_hf_parity import (
 from torch import Tensor, nn
 
 from transformer_lens_lite import HookedTransformer, KeyValueCache
-from weights_conversion import architecture_for
+from weights_conversion import architecture_for, differences
 from weights_conversion.fields import COSMETIC
 
 # One variant of each family: the first.
@@ -196,6 +196,28 @@ def test_every_field_of_the_hf_config_is_accounted_for(name: str) -> None:
     assert unread == {"is_encoder_decoder"} - reading.was_read
 
 
+@pytest.mark.parametrize("model_type", tiny.SIZES)
+def test_fields_a_file_leaves_out_hold_the_default_of_the_hf_class(model_type: str) -> None:
+    """Only what the conversion insists on is given, with the class's own values."""
+    from transformers import CONFIG_MAPPING
+
+    full = CONFIG_MAPPING[model_type]().to_dict()
+    architecture = architecture_for(full)
+    given = {"model_type": model_type}
+    while True:
+        try:
+            cfg = architecture.read(architecture.reading(given))
+            break
+        except ValueError as error:
+            missing = re.search(r"has no '(\w+)'", str(error))
+            if missing is None:
+                raise
+            given[missing[1]] = full[architecture.aliases.get(missing[1], missing[1])]
+    whole = architecture.read(architecture.reading(full))
+    assert differences(cfg, whole) == []
+    assert cfg.n_ctx == whole.n_ctx
+
+
 # --- processing, half precision -------------------------------------------------------------------
 
 
@@ -224,8 +246,11 @@ def test_half_precision_is_no_further_from_fp32_than_hugging_face(
         hf_wide = hf_in(torch.float32, hf_half, tmp_path / "wide")  # the same, rounded weights
         tokens = tiny.tokens(hf_half.config)
         exact = hf_run(hf_wide, tokens).logits
-        logits = load(hf_half, dtype=dtype)(tokens)
+        model = load(hf_half, dtype=dtype)
+        logits = model(tokens)
         assert logits.dtype == dtype
-        ours.append((logits.float() - exact).abs().mean())
-        theirs.append((hf_run(hf_half, tokens).logits.float() - exact).abs().mean())
+        # a token that rounding sends to another expert is far off, in either library
+        size = torch.mean if model.cfg.num_experts is None else torch.median
+        ours.append(size((logits.float() - exact).abs()))
+        theirs.append(size((hf_run(hf_half, tokens).logits.float() - exact).abs()))
     assert sum(ours) <= 1.1 * sum(theirs)
