@@ -24,6 +24,7 @@ def read_config(reading: Reading) -> dict[str, Any]:
     return {
         **fields,
         **windows(["local"] * fields["n_layers"], window),
+        "eps": reading.number("rms_norm_eps", 1e-5),
         "num_experts": reading.size("num_local_experts", 8),
         "experts_per_token": reading.size("num_experts_per_tok", 2),
         "norm_topk_prob": True,

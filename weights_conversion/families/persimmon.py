@@ -16,7 +16,7 @@ BLOCK, ATTN = phi.BLOCK, phi.ATTN
 def read_config(reading: Reading) -> dict[str, Any]:
     act, qk_norm = reading.activation("hidden_act", "relu2"), reading.flag("qk_layernorm", True)
     norms = {"use_qk_norm": True, "qk_norm_type": "LN"} if qk_norm else {}
-    fields = phi.read_config(reading)
+    fields = phi.read_config(reading, n_ctx=16384)
     reading.require("num_key_value_heads", fields["n_heads"], "each head has its own keys")
     return {**fields, **norms, "act_fn": act, "parallel_attn_mlp": False}
 

@@ -20,10 +20,10 @@ BLOCK = "model.layers.{i}."
 ATTN = f"{BLOCK}self_attn."
 
 
-def read_config(reading: Reading) -> dict[str, Any]:
+def read_config(reading: Reading, n_ctx: int = 2048) -> dict[str, Any]:
     d_model, n_heads, d_head = head_size(reading, "hidden_size", "num_attention_heads")
     n_kv = reading.size("num_key_value_heads", n_heads)
-    n_ctx = reading.size("max_position_embeddings", 2048)
+    n_ctx = reading.size("max_position_embeddings", n_ctx)
     qk_norm = {"use_qk_norm": True, "qk_norm_type": "LN"}
     return {
         "n_layers": reading.size("num_hidden_layers"),

@@ -22,7 +22,7 @@ def read_config(reading: Reading) -> dict[str, Any]:
             "(short_mscale, long_mscale) that are not supported"
         )
     reading.require("original_max_position_embeddings", None, "only scaled positions have one")
-    fields = llama.read_config(reading, n_kv=8, n_ctx=mistral.N_CTX)
+    fields = llama.read_config(reading, theta=1000000.0, n_kv=8, n_ctx=mistral.N_CTX)
     window = reading.size("sliding_window", None)
     return {
         **fields,
