@@ -247,8 +247,9 @@ class TextPart:
     def __init__(self, whole: "FolderCheckpoint | ModelCheckpoint") -> None:
         self.whole = whole
         self.where = f"{whole.where}: text_config"
-        ties = {n: whole.config[n] for n in ("tie_word_embeddings",) if n in whole.config}
-        self.config = {**whole.config["text_config"], **ties}
+        of_all = ("tie_word_embeddings", "quantization_config", "compression_config")
+        said_outside = {name: whole.config[name] for name in of_all if name in whole.config}
+        self.config = {**whole.config["text_config"], **said_outside}
         self.original = {
             self._renamed(name): name
             for name in whole.names()

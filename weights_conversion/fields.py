@@ -35,7 +35,7 @@ COSMETIC = {
         "dtype torch_dtype use_bfloat16 torchscript pretraining_tp tf_legacy_loss "
         "attn_implementation _attn_implementation _attn_implementation_autoset "
         "_attn_implementation_internal _experts_implementation _experts_implementation_internal "
-        "gradient_checkpointing chunk_size_feed_forward use_cache is_decoder",
+        "gradient_checkpointing chunk_size_feed_forward use_cache cache_implementation is_decoder",
     ),
     **because(
         "what Hugging Face's forward returns",

@@ -10,7 +10,7 @@ from weights_conversion.families import llama
 from weights_conversion.families.arcee import plain_mlp, plain_rows
 from weights_conversion.families.llama import BLOCK, MLP
 from weights_conversion.families.qwen3 import qk_norms
-from weights_conversion.fields import Reading
+from weights_conversion.fields import Reading, because
 from weights_conversion.table import Map, Row, override
 
 # the scaling of the first checkpoints, which Hugging Face's class holds by itself
@@ -77,5 +77,8 @@ APERTUS = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    cosmetic=because(
+        "is in the first files, and Hugging Face's class does not look at it", "qk_norm post_norm"
+    ),
 )
 ARCHITECTURES = (APERTUS,)

@@ -164,6 +164,7 @@ GEMMA2 = replace(
     read_config=read_config_2,
     write_config=write_config_2,
     rows=rows_2,
+    cosmetic={"sliding_window_size": "of the first files; Hugging Face looks at sliding_window"},
 )
 GEMMA3 = replace(
     GEMMA2,

@@ -7,7 +7,7 @@ from typing import Any
 from transformer_lens_lite.config import HookedTransformerConfig
 from weights_conversion.families import llama
 from weights_conversion.families.qwen3 import qk_norms
-from weights_conversion.fields import Reading
+from weights_conversion.fields import Reading, because
 from weights_conversion.table import Row
 
 
@@ -57,6 +57,14 @@ HUNYUAN = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
-    cosmetic={"eod_token_id": "belongs to the tokenizer"},
+    cosmetic={
+        **because("belongs to the tokenizer", "eod_token_id org_vocab_size mask_init_id pad_id"),
+        **because(
+            "is in the first files, and Hugging Face's class does not look at it",
+            "add_classification_head attention_head_dim cla_share_factor class_num dense_list "
+            "im_end_id im_newline_id im_start_id norm_type pool_type position_embedding_xdrope "
+            "text_end_id text_start_id use_cla use_qk_norm use_rotary_pos_emb",
+        ),
+    },
 )
 ARCHITECTURES = (HUNYUAN,)

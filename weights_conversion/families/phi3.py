@@ -7,7 +7,7 @@ from typing import Any
 from transformer_lens_lite.config import HookedTransformerConfig
 from weights_conversion.families import llama
 from weights_conversion.families.llama import ATTN, MLP
-from weights_conversion.fields import Reading, windows, write_partial
+from weights_conversion.fields import Reading, because, windows, write_partial
 from weights_conversion.parts import qkv
 from weights_conversion.table import Map, Row, override
 
@@ -71,5 +71,9 @@ PHI3 = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    cosmetic=because(
+        "is in Phi-4-mini's file, and Hugging Face's class does not look at it",
+        "full_attn_mod interpolate_factor",
+    ),
 )
 ARCHITECTURES = (PHI3,)

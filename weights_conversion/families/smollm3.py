@@ -47,5 +47,8 @@ SMOLLM3 = replace(
     hf_class="SmolLM3ForCausalLM",
     read_config=read_config,
     write_config=write_config,
+    cosmetic={
+        "max_window_layers": "is in the first file; Hugging Face's class does not look at it"
+    },
 )
 ARCHITECTURES = (SMOLLM3,)
