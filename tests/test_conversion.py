@@ -529,6 +529,39 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
     ("llama", {"architectures": 3}, "'architectures' must be a list of strings"),
     ("llama", {"rope_parameters": {"rope_type": [1]}}, r"unknown type \[1\]"),
+    ("ministral", {"layer_types": ["full_attention"] * 2}, "2 entries for 3 layers"),
+    ("ministral", {"layer_types": ["chunked_attention"] * 3}, "may hold .*chunked_attention"),
+    ("mistral", {"attention_bias": True}, "does not choose its biases"),
+    ("gemma", {"use_bidirectional_attention": True}, "attention looks back only"),
+    ("gemma", {"hidden_activation": "relu"}, "looks at hidden_act"),
+    ("gemma3", {"attn_logit_softcapping": 5.0}, "does not apply it"),
+    (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default"}},
+        r"unknown layer types \['rope_type'\]",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "scaled by other rules",
+    ),
+    ("granite", {"logits_scaling": 0.0}, "logits_scaling must be a positive number"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is none of Phi-3's"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "some do not"),
+    ("exaone4", {"layer_types": None, "sliding_window": None}, "which layers slide"),
+    ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "which layers slide"),
+    ("helium", {"head_dim": 4}, r"must be hidden_size=24"),
+    (
+        "hunyuan_alpha",
+        {"rope_scaling": {"type": "dynamic", "alpha": -1}},
+        "alpha must be a positive",
+    ),
+    ("ministral3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "llama_4_scaling_beta"),
+    (
+        "ministral3",
+        {"rope_scaling": {"type": "default", "llama_4_scaling_beta": 0.1}},
+        "original_max_position_embeddings missing",
+    ),
 ]
 
 
