@@ -195,8 +195,9 @@ class ByHand:
                     score = cfg.attn_scores_soft_cap * torch.tanh(score / cfg.attn_scores_soft_cap)
                 if cfg.positional_embedding_type == "alibi":
                     penalty = slopes[head] * (i - j)
-                    if cfg.alibi_in_bfloat16:  # of keys, as a softmax does not see the query's
-                        penalty = -float((torch.tensor(slopes[head]).bfloat16() * j).float())
+                    if cfg.alibi_in_bfloat16:
+                        rounded = torch.tensor(slopes[head]).bfloat16() * j
+                        penalty = slopes[head] * i - float(rounded)
                     score = score - penalty / (scale if cfg.alibi_scaled else 1)
                 weights[i, j] = score.exp()
             weights[i] /= total + weights[i].sum()

@@ -22,7 +22,15 @@ def config(name: str, **overrides: Any):
     model_type, changes = VARIANTS[name]
     # HF writes into the rope dict it is given
     values = copy.deepcopy({**SIZES[model_type], **changes, **overrides})
-    return CONFIG_MAPPING[model_type](**values, attn_implementation="eager")
+    hf_config = CONFIG_MAPPING[model_type](**values)
+    hf_config._attn_implementation = attention(hf_config)
+    return hf_config
+
+
+def attention(hf_config: Any) -> str:
+    """Which of Hugging Face's attentions is compared with: the eager one, unless it is wrong."""
+    # Falcon's eager attention adds ALiBi twice: to the scores and with the mask
+    return "sdpa" if hf_config.model_type == "falcon" and hf_config.alibi else "eager"
 
 
 @torch.no_grad()
@@ -42,21 +50,22 @@ def loud(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def from_config(hf_config: Any, seed: int = 0):
-    """A loud Hugging Face model of any causal config, with eager attention."""
+    """A loud Hugging Face model of any causal config."""
     from transformers import AutoModelForCausalLM
 
-    hf_config._attn_implementation = "eager"
+    kind = hf_config._attn_implementation = attention(hf_config)
     if hasattr(hf_config, "_experts_implementation"):  # its fast one wants sizes that are not odd
         hf_config._experts_implementation = "eager"
-    return loud(AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager"), seed)
+    return loud(AutoModelForCausalLM.from_config(hf_config, attn_implementation=kind), seed)
 
 
 def read(folder: Any, dtype: torch.dtype | None = None):
     """A saved Hugging Face model, with eager attention and experts."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    extra = {} if dtype is None else {"dtype": dtype}
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **extra)
+    extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    extra["attn_implementation"] = attention(AutoConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, **extra)
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"
     return model.eval()
