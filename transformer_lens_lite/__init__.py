@@ -15,6 +15,7 @@ from transformer_lens_lite.kv_cache import (
 from transformer_lens_lite.model import HookedTransformer, Output
 from transformer_lens_lite.root_module import HookedRootModule, UnknownHookError
 from transformer_lens_lite.utils import Slice, get_act_name
+from transformer_lens_lite.verification import Verification, verify
 
 __all__ = [
     "ActivationCache",
@@ -32,7 +33,9 @@ __all__ = [
     "TransformerLensKeyValueCache",
     "TransformerLensKeyValueCacheEntry",
     "UnknownHookError",
+    "Verification",
     "get_act_name",
+    "verify",
 ]
 
 

@@ -1,4 +1,7 @@
-"""python -m transformer_lens_lite [MODEL_OR_FOLDER [PROMPT]]: look inside a model."""
+"""python -m transformer_lens_lite [MODEL_OR_FOLDER [PROMPT]]: look inside a model.
+
+python -m transformer_lens_lite verify MODEL_OR_FOLDER: compare it with Hugging Face's model.
+"""
 
 import argparse
 import sys
@@ -26,8 +29,38 @@ def show(model_name: str, prompt: str | None, page: Path | None) -> None:
         print(f"\nThe same as pictures: {page}")
 
 
+def check(arguments: list[str]) -> int:
+    """Print how far the model is from Hugging Face's; 1 when it is too far."""
+    from transformer_lens_lite.verification import verify
+
+    parser = argparse.ArgumentParser(
+        prog="python -m transformer_lens_lite verify", description=verify.__doc__
+    )
+    add = parser.add_argument
+    add("model", help="a folder or a hub name")
+    add("--dtype", default="float32", help="what both run in (%(default)s)")
+    add("--tolerance", type=float, help="relative error that counts as equal (default: by dtype)")
+    options = parser.parse_args(arguments)
+    result = verify(options.model, dtype=options.dtype, tolerance=options.tolerance)
+    print(result)
+    return 0 if result.passed else 1
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 and one line on stderr when the model cannot be loaded or run."""
+    """Run the demo, or `verify`; 1 and one line on stderr when the model cannot be loaded or
+    run."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments[:1] == ["verify"]:
+            return check(arguments[1:])
+        return look(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def look(arguments: list[str]) -> int:
+    """The demo."""
     parser = argparse.ArgumentParser(prog="python -m transformer_lens_lite", description=__doc__)
     add = parser.add_argument
     add("model", nargs="?", default="tiny-lens", help="a folder or a hub name (%(default)s)")
@@ -35,11 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--page", type=Path, default=Path("demo.html"), help="where the page goes (%(default)s)")
     add("--no-page", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    try:
-        show(options.model, options.prompt, None if options.no_page else options.page)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    show(options.model, options.prompt, None if options.no_page else options.page)
     return 0
 
 

@@ -578,7 +578,7 @@ def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], tabl
 # --- saving -------------------------------------------------------------------------------------
 
 
-def _export(model: Any) -> tuple[dict[str, Any], Any]:
+def as_checkpoint(model: Any) -> tuple[dict[str, Any], Any]:
     """The Hugging Face config of a model, and its table."""
     cfg = model.cfg
     steps = set(getattr(model, "processed", ()))
@@ -611,7 +611,7 @@ def to_hf_state_dict(model: Any) -> dict[str, Float[Tensor, "..."]]:
     Raises:
         ValueError: something in the model has no place in a checkpoint of its family.
     """
-    _, table = _export(model)
+    _, table = as_checkpoint(model)
     return table.to_hf(model.state_dict())
 
 
@@ -630,7 +630,7 @@ def save_pretrained(
     Raises:
         ValueError: something in the model has no place in a checkpoint of its family.
     """
-    config, table = _export(model)
+    config, table = as_checkpoint(model)
     tensors = table.to_hf(model.state_dict())
     for row in table.tied:
         del tensors[row.hf]

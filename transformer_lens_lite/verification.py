@@ -1,0 +1,283 @@
+"""A microscope for trust: Hugging Face's model and ours, side by side on the same tokens.
+
+    print(verify("tiny-lens"))
+
+compares logits, loss, greedy continuations and every place inside that the checkpoint's own table
+names: the row that maps `…q_proj.weight` to `W_Q` says that the output of that module is `hook_q`.
+So it works for families a user registers, and names the first place at which the two part.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from transformer_lens_lite.config import parse_dtype
+from transformer_lens_lite.loading import BOXED, as_checkpoint
+from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.utils import lm_cross_entropy_loss
+
+TEXT = "When Mary and John went to the store, John gave a drink to Mary. After that, Mary"
+# The largest relative error that counts as equal: rounding of the dtype over some tens of layers.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+Side = Literal["in", "out"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One value and its two names: our hook, and what goes in or out of a module of theirs."""
+
+    hook: str
+    module: str
+    side: Side
+
+    def __str__(self) -> str:
+        return f"{self.hook} = {self.side}put of {self.module}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. Errors are the largest difference over the largest value of theirs."""
+
+    family: str
+    dtype: torch.dtype
+    tolerance: float
+    errors: dict[str, float]  # by our hook name, in the order of the forward pass
+    places: dict[str, Place]
+    logits: float
+    loss: float  # difference, nats
+    greedy: int  # tokens that agree …
+    of_greedy: int  # … of these
+    n_layers: int
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first hook, in the order of the forward pass, whose error is past the tolerance."""
+        return next((name for name, e in self.errors.items() if not e <= self.tolerance), None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything inside and the logits are equal up to the tolerance. (Greedy tokens
+        are reported only: at a near tie one rounding error decides.)"""
+        return self.first_difference is None and self.logits <= self.tolerance
+
+    def of_layer(self, layer: int) -> float | None:
+        """The largest error inside one layer; None when nothing in it was compared."""
+        prefix = f"blocks.{layer}."
+        return max((e for name, e in self.errors.items() if name.startswith(prefix)), default=None)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [f"{self.family}, {dtype}: {len(self.errors)} places inside compared"]
+        for layer in range(self.n_layers):
+            error = self.of_layer(layer)
+            lines.append(f"  layer {layer:>3}  {'–' if error is None else f'{error:.1e}'}")
+        lines += [
+            f"  logits     {self.logits:.1e}",
+            f"  loss       {self.loss:.1e} nats",
+            f"  greedy     {self.greedy} of {self.of_greedy} tokens equal",
+        ]
+        if self.passed:
+            lines.append(f"equal up to {self.tolerance:.0e}")
+        else:
+            first = self.first_difference
+            where = "the logits"
+            if first is not None:
+                where = f"{self.places[first]} ({self.errors[first]:.1e})"
+            lines.append(f"NOT equal up to {self.tolerance:.0e}; they part first at {where}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def verify(
+    model: str | PathLike[str] | nn.Module,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    n_greedy: int = 20,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run Hugging Face's model and ours on the same tokens and compare them everywhere.
+
+    Args:
+        model: a folder, a hub name, a Hugging Face model, or an unprocessed `HookedTransformer`
+            (compared with what Hugging Face makes of its export).
+        dtype: what both run in; models in memory keep their own.
+        tokens: [batch, pos]; by default a sentence, or random ids when there is no tokenizer.
+        n_greedy: how many tokens both continue by.
+        tolerance: relative error up to which they count as equal (default: by dtype).
+    Raises: ValueError when the checkpoint cannot be loaded, or the model was processed.
+    """
+    ours, theirs = both(model, parse_dtype(dtype))
+    if tokens is None:
+        tokens = tokens_for(ours)
+    width = theirs.dtype
+    _, table = as_checkpoint(ours)
+    places = {place.hook: place for place in places_of(table, ours)}
+    seen, their_output = run_theirs(theirs, tokens, places.values())
+    logits, cache = ours.run_with_cache(tokens, names_filter=list(places))
+    for layer, hidden in enumerate((their_output.hidden_states or ())[1:-1]):
+        name = f"blocks.{layer}.hook_resid_post"
+        seen[name] = hidden
+        places[name] = Place(name, f"layer {layer} (hidden_states)", "out")
+    missing = [name for name in seen if name not in cache]
+    cache = {**cache, **ours.run_with_cache(tokens, names_filter=missing)[1]} if missing else cache
+    errors = {
+        name: relative_error(cache[name], seen[name]) for name in ours.hook_dict if name in seen
+    }
+    loss = abs(
+        float(lm_cross_entropy_loss(logits.float(), tokens))
+        - float(lm_cross_entropy_loss(their_output.logits.float(), tokens))
+    )
+    equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
+    return Verification(
+        family=table.architecture.model_type,
+        dtype=width,
+        tolerance=TOLERANCES[width] if tolerance is None else tolerance,
+        errors=errors,
+        places=places,
+        logits=relative_error(logits, their_output.logits),
+        loss=loss,
+        greedy=equal,
+        of_greedy=of,
+        n_layers=ours.cfg.n_layers,
+    )
+
+
+def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
+    """(ours, Hugging Face's) of the same checkpoint."""
+    load = HookedTransformer.from_pretrained_no_processing
+    if isinstance(model, HookedTransformer):
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return model, hugging_face(folder, model.W_E.dtype).to(model.W_E.device)
+    if isinstance(model, nn.Module):
+        return load(hf_model=model, dtype=model.dtype, device=model.device), model.eval()
+    ours = load(model, dtype=dtype)
+    place = BOXED.get(str(model), model)
+    return ours, hugging_face(place, dtype).to(ours.W_E.device)
+
+
+def hugging_face(place: str | PathLike[str], dtype: torch.dtype) -> Any:
+    """Hugging Face's model, its attention and experts computed in plain steps."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="eager")
+    if hasattr(model.config, "_experts_implementation"):  # the fast one refuses some sizes
+        model.config._experts_implementation = "eager"
+    return model.eval()
+
+
+def tokens_for(model: HookedTransformer) -> Int[Tensor, "batch pos"]:
+    """A sentence, or 32 random ids in each of two rows."""
+    if model.tokenizer is not None:
+        return model.to_tokens(TEXT)
+    generator = torch.Generator().manual_seed(0)
+    length = min(32, max(2, model.cfg.n_ctx // 2))
+    ids = torch.randint(model.cfg.d_vocab, (2, length), generator=generator)
+    return ids.to(model.W_E.device)
+
+
+# --- the module map -------------------------------------------------------------------------------
+
+
+def places_of(table: Any, model: HookedTransformer) -> Iterator[Place]:
+    """The values that are an input or an output of one module of theirs, by the table's rows.
+
+    Only rows that map one tensor to one parameter speak of a value by itself.
+    """
+    for placed in table.maps:
+        if len(placed.hf) > 1 or len(placed.native) > 1 or not placed.hf[0].endswith(".weight"):
+            continue
+        module, native = placed.hf[0].removesuffix(".weight"), placed.native[0]
+        for hook, side in hooks_of(native, model):
+            if hook in model.hook_dict:
+                yield Place(hook, module, side)
+
+
+def hooks_of(native: str, model: HookedTransformer) -> Iterator[tuple[str, Side]]:
+    """The hooks that hold what goes into, or comes out of, the product with a parameter."""
+    cfg = model.cfg
+    if native == "ln_final.w" and cfg.n_layers:
+        yield f"blocks.{cfg.n_layers - 1}.hook_resid_post", "in"
+    if not native.startswith("blocks."):
+        return
+    block, name = native.rsplit(".", 1)
+    layer = ".".join(block.split(".")[:2])
+    latent = cfg.latent_kv_rank is not None  # there, q_proj's siblings make parts of heads
+    if block.endswith(".attn") and not latent:
+        which = {"W_Q": "hook_q", "W_K": "hook_k", "W_V": "hook_v"}.get(name.removeprefix("_"))
+        if which is not None:
+            yield f"{block}.{which}", "out"
+    if native == f"{layer}.attn.W_O":
+        yield f"{block}.hook_z", "in"
+    if block == f"{layer}.mlp":
+        gated = cfg.gated_mlp
+        if name == "W_in":
+            yield f"{block}.{'hook_pre_linear' if gated else 'hook_pre'}", "out"
+        if name == "W_gate":
+            yield f"{block}.hook_pre", "out"
+        if name == "W_out":
+            yield f"{block}.hook_post", "in"
+    if name == "w" and cfg.norm_place != "post":
+        if block == f"{layer}.ln1":
+            yield f"{layer}.hook_resid_pre", "in"
+        if block == f"{layer}.ln2" and not cfg.parallel_attn_mlp:
+            yield f"{layer}.hook_resid_mid", "in"
+
+
+# --- running and comparing ------------------------------------------------------------------------
+
+
+def run_theirs(theirs: Any, tokens: Tensor, places: Any) -> tuple[dict[str, Tensor], Any]:
+    """Values by our hook names, and the output. Modules the model does not have are passed over."""
+    modules, seen, handles = dict(theirs.named_modules()), {}, []
+
+    def watch(place: Place) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            value = args[0] if place.side == "in" and args else out
+            if isinstance(value, Tensor):
+                seen[place.hook] = value.detach().clone()  # some are edited in place afterwards
+
+        return keep
+
+    try:
+        for place in places:
+            if place.module in modules:
+                handles.append(modules[place.module].register_forward_hook(watch(place)))
+        output = theirs(tokens, output_hidden_states=True, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, output
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """max |ours - theirs| / max |theirs|, whatever the grouping into heads; infinite when sizes
+    differ."""
+    if ours.numel() != theirs.numel():
+        return float("inf")
+    a, b = ours.double().reshape(-1), theirs.double().reshape(-1)
+    error = (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+    return float("inf") if bool(error.isnan()) else float(error)
+
+
+def greedy_agreement(
+    ours: HookedTransformer, theirs: Any, tokens: Tensor, n: int
+) -> tuple[int, int]:
+    """How many new tokens agree before the first that does not, over all rows; and of how many."""
+    n = min(n, ours.cfg.n_ctx - tokens.shape[1])
+    if n < 1:
+        return 0, 0
+    mine = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)
+    theirs.generation_config.update(eos_token_id=None, pad_token_id=0)
+    mask = torch.ones_like(tokens)
+    other = theirs.generate(tokens, attention_mask=mask, max_new_tokens=n, do_sample=False)
+    same = (mine == other)[:, tokens.shape[1] :].long().cumprod(1)
+    return int(same.sum()), same.numel()
