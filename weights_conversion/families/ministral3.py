@@ -22,6 +22,8 @@ ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 
+WITH_LENGTH = ("llama3", "yarn", "longrope")  # Hugging Face adds it to their parameters
+
 
 def read_config(reading: Reading) -> dict[str, Any]:
     scaling = reading.mapping("rope_scaling") or reading.mapping("rope_parameters") or dict(ROPE)
@@ -36,7 +38,7 @@ def read_config(reading: Reading) -> dict[str, Any]:
     fields = llama.read_config(own, n_kv=8, d_head=128, n_ctx=N_CTX)
     reading.was_read |= own.was_read
     if length is None and (fields["rotary_scaling"] or {}).get("rope_type") in WITH_LENGTH:
-        length = fields["n_ctx"]  # where Hugging Face writes it into the dict
+        length = fields["n_ctx"]
     if not isinstance(length, int):
         raise ValueError(f"{where}: original_max_position_embeddings missing")
     window = reading.size("sliding_window", None)
@@ -46,9 +48,6 @@ def read_config(reading: Reading) -> dict[str, Any]:
         "query_growth": {"scale": float(beta), "length": length} if beta else None,
         **windows(["local"] * fields["n_layers"], window),
     }
-
-
-WITH_LENGTH = ("llama3", "yarn", "longrope")
 
 
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
