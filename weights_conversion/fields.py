@@ -157,7 +157,8 @@ class Reading:
     def require(self, name: str, value: Any, reason: str) -> None:
         """Refuse the model unless the field is absent or holds the one value that is supported."""
         given = self.raw(name, value)
-        if given != value and given not in _OFF:
+        both_off = given in _OFF and value in _OFF
+        if given != value and not both_off:
             raise ValueError(f"{self.where}: {name}={given!r} is not supported: {reason}")
 
     def activation(self, name: str, default: str) -> str:
@@ -434,6 +435,11 @@ def rope_by_layer_type(
     nested = reading.mapping("rope_parameters")
     if unknown := sorted(set(nested) - set(_LAYER_TYPES)):
         raise ValueError(f"{where}: unknown layer types {unknown}")
+    if "type" in reading.mapping("rope_scaling"):
+        raise ValueError(
+            f"{where}: Hugging Face's class of this family overlooks rope_scaling of a 'type'; "
+            "if it is meant, call it 'rope_type'"
+        )
     beside = {
         "full_attention": (reading.number("rope_theta", theta), reading.mapping("rope_scaling")),
         "sliding_attention": (reading.number("rope_local_base_freq", local_theta), {}),
