@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.py notebooks/*.ipynb)
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs notebooks check bench clean
+.PHONY: help demo test lint types docs notebooks check parity bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*##/make \1\t/p' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ notebooks: $(VENV)/.check  ## run every notebook from top to bottom
 	done
 
 check: lint types docs notebooks  ## all that is not a test
+
+parity: $(VENV)/.test  ## measure every family against Hugging Face, and write docs/parity.md
+	$(PY) scripts/write_parity.py
 
 bench: $(VENV)/.test  ## time and memory against plain transformers
 	$(PY) -m benchmarks
