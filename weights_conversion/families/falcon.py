@@ -146,6 +146,7 @@ FALCON = Architecture(
     ignore={
         f"{BLOCK}self_attention.rotary_emb.inv_freq": "follows from the config; old files have it"
     },
+    cosmetic={"ff_factor": "what ffn_hidden_size was made from"},
     aliases={"n_embed": "hidden_size"},
     optional_prefix="transformer.",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig
 from weights_conversion.families import llama
-from weights_conversion.fields import Reading, write_partial
+from weights_conversion.fields import Reading, because, write_partial
 from weights_conversion.parts import layer_norm, mlp
 from weights_conversion.table import Row, override, without
 
@@ -52,5 +52,6 @@ NEMOTRON = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    cosmetic=because("Hugging Face's class does not look at it", "kv_channels rope_percent"),
 )
 ARCHITECTURES = (NEMOTRON,)

@@ -47,5 +47,6 @@ PERSIMMON = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    cosmetic={"rms_norm_eps": "there is no RMSNorm"},
 )
 ARCHITECTURES = (PERSIMMON,)

@@ -15,9 +15,10 @@ QK_NORM = {"use_qk_norm": True, "qk_norm_type": "LN", "qk_norm_over": "each_head
 
 
 def read_config(reading: Reading) -> dict[str, Any]:
-    fields = llama.read_config(reading, partial=0.25, n_ctx=4096)
+    fields = llama.read_config(reading, partial=0.25, n_kv=32, n_ctx=4096)
     width = fields["d_model"] // fields["n_heads"]
     reading.require("head_dim", width, "it is hidden_size / num_attention_heads")
+    reading.require("rotary_scaling_factor", 1.0, "Hugging Face's class does not look at it")
     return {
         **fields,
         "eps": reading.number("layer_norm_eps", 1e-5),

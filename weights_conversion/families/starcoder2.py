@@ -59,6 +59,13 @@ STARCODER2 = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
-    cosmetic=because("dropout", "residual_dropout embedding_dropout"),
+    cosmetic={
+        **because("dropout", "residual_dropout embedding_dropout"),
+        **because(
+            "left over from the training code; Hugging Face's class does not look at it",
+            "activation_function attention_softmax_in_fp32 layer_norm_epsilon mlp_type norm_type "
+            "scale_attention_softmax_in_fp32 scale_attn_weights",
+        ),
+    },
 )
 ARCHITECTURES = (STARCODER2,)
