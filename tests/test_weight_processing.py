@@ -220,7 +220,15 @@ def test_the_loud_model_hears_every_weight(case: str) -> None:
 def test_folding_removes_the_norms_that_are_read_by_matrices(case: str) -> None:
     model = loud_model(**CASES[case])
     cfg, state = quietly(wp.fold_layer_norm, model.cfg, model.state_dict())
-    kept = ("ln1_post.w", "ln2_post.w", "q_norm.w", "k_norm.w", "embed.ln.w", "mlp.ln.w", "latent_norm.w")
+    kept = (
+        "ln1_post.w",
+        "ln2_post.w",
+        "q_norm.w",
+        "k_norm.w",
+        "embed.ln.w",
+        "mlp.ln.w",
+        "latent_norm.w",
+    )
     left = [name for name in state if name.endswith(".w")]
     assert all(name.endswith(kept) for name in left), left
     assert cfg.normalization_type == f"{model.cfg.normalization_type}Pre"

@@ -220,14 +220,17 @@ class CheckpointMethods:
 
         return to_hf_state_dict(self)
 
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | PathLike[str], native: bool = False) -> None:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` and `from_pretrained` load.
 
-        Raises: ValueError for processed models and for configs no supported family has.
+        native: write config.json and weights in this library's own names instead. Hugging Face
+            cannot read that, but every model can be written so, processed or of no family.
+        Raises: ValueError, unless `native`, for processed models and for configs no supported
+            family has.
         """
         from transformer_lens_lite.loading import save_pretrained
 
-        save_pretrained(self, folder)
+        save_pretrained(self, folder, native=native)
 
 
 def revision_of(

@@ -28,6 +28,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig, default_device, parse_dtype
+from transformer_lens_lite.native_checkpoints import (
+    PROCESSED,
+    NativeTable,
+    is_native,
+    understood,
+    written,
+)
 
 BOXED = {"tiny-lens": Path(__file__).parent / "pretrained" / "tiny_lens"}
 WEIGHT_FILES = (
@@ -275,7 +282,49 @@ class TextPart:
         return self.whole.n_bytes()
 
 
-Checkpoint = FolderCheckpoint | ModelCheckpoint | TextPart
+class TrainingCheckpoint:
+    """A file of torch.save that a training script wrote: nanoGPT's `ckpt.pt`, minGPT's state dict.
+
+    nanoGPT keeps the sizes beside the weights; for a bare state dict `hf_config` has to say them.
+    """
+
+    def __init__(self, path: Path, hf_config: Mapping[str, Any] | None = None) -> None:
+        self.path, self.where = path, str(path)
+        held = dict(_BinFile(path).tensors)
+        if "model" in held and isinstance(held["model"], Mapping):  # beside an optimizer's state
+            sizes, tensors = held.get("model_args"), held["model"]
+            if hf_config is None and isinstance(sizes, Mapping):
+                hf_config = {"model_type": "nanogpt", **sizes}
+        else:
+            tensors = held
+        if hf_config is None:
+            raise ValueError(
+                f"{path} does not say what model its weights are of; pass hf_config=, such as "
+                "{'model_type': 'mingpt', 'n_layer': …, 'n_head': …, 'n_embd': …, "
+                "'vocab_size': …, 'block_size': …}"
+            )
+        self.config = dict(hf_config)
+        # a compiled model's names have a prefix
+        self.tensors = {name.removeprefix("_orig_mod."): t for name, t in tensors.items()}
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def read(self, name: str) -> Tensor:
+        value = self.tensors[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{self.path}: {name} is a {type(value).__name__}, not a tensor")
+        return value.detach()
+
+    def describe(self, name: str) -> str:
+        return str(self.path)
+
+    def n_bytes(self) -> int:
+        return self.path.stat().st_size
+
+
+Checkpoint = FolderCheckpoint | ModelCheckpoint | TextPart | TrainingCheckpoint
+TRAINING_FILES = (".pt", ".pth")
 # Families that see images, around a language model that is a family of its own.
 AROUND_TEXT = ("gemma3", "mistral3")
 
@@ -295,12 +344,23 @@ def open_checkpoint(
     whole: FolderCheckpoint | ModelCheckpoint
     if hf_model is not None:
         whole = ModelCheckpoint(hf_model, hf_config)
+    elif name is not None and (file := _training_file(name)) is not None:
+        return TrainingCheckpoint(file, hf_config)
     elif name is not None:
         whole = FolderCheckpoint(_folder(name, revision), hf_config)
     else:
         raise ValueError("give the name or the folder of a model, or hf_model=")
     around_text = whole.config.get("model_type") in AROUND_TEXT
     return TextPart(whole) if around_text and "text_config" in whole.config else whole
+
+
+def _training_file(name: str | os.PathLike[str]) -> Path | None:
+    """The file itself, or nanoGPT's in a folder that has no config."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix in TRAINING_FILES:
+        return path
+    inside = path / "ckpt.pt"
+    return inside if inside.is_file() and not (path / "config.json").exists() else None
 
 
 def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
@@ -498,7 +558,10 @@ def load_pretrained(
     with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
     _assign(model, state, table)
-    model.checkpoint_config = copy.deepcopy(checkpoint.config)
+    if is_native(checkpoint.config):
+        model.processed = frozenset(checkpoint.config.get(PROCESSED) or ())
+    else:
+        model.checkpoint_config = copy.deepcopy(checkpoint.config)
     return model
 
 
@@ -507,6 +570,10 @@ def _understand(
 ) -> tuple[HookedTransformerConfig, Any]:
     """The native config of a checkpoint and the table that converts its tensors."""
     conversion = _conversion()
+    if is_native(checkpoint.config):
+        cfg, zeros = understood(checkpoint.config, checkpoint.where, overrides)
+        cfg = cfg if first_n_layers is None else conversion.first_layers(cfg, first_n_layers)
+        return cfg, NativeTable(cfg, zeros)
     architecture = conversion.architecture_for(checkpoint.config)
     reading = architecture.reading(checkpoint.config, checkpoint.where)
     whole = architecture.read(reading, **overrides)
@@ -564,7 +631,7 @@ def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], tabl
     if expected != set(state):
         nowhere, unfilled = sorted(set(state) - expected), sorted(expected - set(state))
         raise ValueError(
-            f"the {table.architecture.model_type} table and the model disagree: rows fill "
+            f"the {table.family} table and the model disagree: rows fill "
             f"{nowhere}, which the model lacks; no row fills {unfilled}"
         )
     model.load_state_dict(state, strict=True, assign=True)
@@ -621,8 +688,11 @@ def save_pretrained(
     *,
     tokenizer: Any = None,
     max_shard_size: int | str = "5GB",
+    native: bool = False,
 ) -> None:
     """Write a folder that Hugging Face's AutoModelForCausalLM (and `load_pretrained`) can load.
+
+    `native`: in this library's own names instead, which can say everything; processed weights too.
 
     Files appear under their names only once they are complete, so saving into the folder that the
     weights are memory-mapped from is safe.
@@ -630,25 +700,36 @@ def save_pretrained(
     Raises:
         ValueError: something in the model has no place in a checkpoint of its family.
     """
+    if native:
+        config, tensors = written(model)
+    else:
+        config, tensors = _as_hugging_face_has_it(model)
+    # The model's own copy of the tokenizer adds no BOS any more; what it was made from does.
+    tokenizer = model.text.original if tokenizer is None else tokenizer
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with _replacing(target) as new_file:
+        files = _write_weights(tensors, new_file, max_shard_size)
+        _write_json(new_file("config.json"), config)
+    for old in [*target.glob("model*.safetensors"), target / "model.safetensors.index.json"]:
+        if old.name not in files:  # of an earlier save; Hugging Face could take it for ours
+            old.unlink(missing_ok=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+
+
+def _as_hugging_face_has_it(
+    model: Any,
+) -> tuple[dict[str, Any], dict[str, Float[Tensor, "..."]]]:
+    """(config.json, tensors): a tied head is left out."""
     config, table = as_checkpoint(model)
     tensors = table.to_hf(model.state_dict())
     for row in table.tied:
         del tensors[row.hf]
-    # The model's own copy of the tokenizer adds no BOS any more; what it was made from does.
-    tokenizer = model.text.original if tokenizer is None else tokenizer
     config = {name: value for name, value in config.items() if name != "dtype"}
     config["torch_dtype"] = str(model.cfg.dtype).removeprefix("torch.")
     config["architectures"] = config.get("architectures") or [table.architecture.hf_class]
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    with _replacing(target) as new_file:
-        written = _write_weights(tensors, new_file, max_shard_size)
-        _write_json(new_file("config.json"), config)
-    for old in [*target.glob("model*.safetensors"), target / "model.safetensors.index.json"]:
-        if old.name not in written:  # of an earlier save; Hugging Face could take it for ours
-            old.unlink(missing_ok=True)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
+    return config, tensors
 
 
 def _write_weights(
@@ -665,12 +746,12 @@ def _write_weights(
     for file, names in split.filename_to_tensors.items():
         shard = {name: tensors[name] for name in names}
         save_file(shard, new_file(file), metadata={"format": "pt"})
-    written = set(split.filename_to_tensors)
+    files = set(split.filename_to_tensors)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(new_file("model.safetensors.index.json"), index)
-        written.add("model.safetensors.index.json")
-    return written
+        files.add("model.safetensors.index.json")
+    return files
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -55,6 +55,29 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
     _REGISTRY[model_type] = architecture
 
 
+# Why some models cannot be a HookedTransformer, and which family comes closest.
+_OUT_OF_REACH = {
+    "it has state-space layers": "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma",
+    "it has state-space or linear-attention layers beside attention": (
+        "jamba zamba zamba2 bamba nemotron_h falcon_h1 granitemoehybrid qwen3_next qwen3_5 lfm2 "
+        "lfm2_moe olmo_hybrid minimax kimi_linear"
+    ),
+    "it is an encoder-decoder": (
+        "t5 mt5 umt5 bart mbart pegasus led marian m2m_100 whisper t5gemma"
+    ),
+    "it needs remote code": (
+        "chatglm qwen baichuan internlm internlm2 xverse deepseek exaone stablelm_epoch"
+    ),
+}
+_NEAREST = {
+    "qwen": "qwen2", "chatglm": "glm", "internlm": "llama", "internlm2": "llama",
+    "baichuan": "llama", "exaone": "exaone4", "stablelm_epoch": "stablelm", "deepseek": "llama",
+    "falcon_mamba": "falcon", "falcon_h1": "falcon", "recurrent_gemma": "gemma",
+    "granitemoehybrid": "granitemoe", "nemotron_h": "nemotron", "qwen3_next": "qwen3_moe",
+    "qwen3_5": "qwen3", "olmo_hybrid": "olmo3", "t5gemma": "gemma2",
+}  # fmt: skip
+
+
 def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
     """The family of a Hugging Face config, given as the dict in its config.json.
 
@@ -66,17 +89,30 @@ def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"the config has no model_type, so its family is unknown; supported: {supported()}"
         )
-    if hf_config.get("is_encoder_decoder"):
-        raise ValueError(f"{model_type!r} is an encoder-decoder; only decoders are supported")
     for name in ("quantization_config", "compression_config"):
         if hf_config.get(name):
-            raise ValueError(f"the config has {name}: quantised weights are not supported")
-    if model_type not in _REGISTRY:
+            raise ValueError(
+                f"the config has {name}: quantised weights are not supported; dequantise them "
+                "first (from_pretrained(…).dequantize() in transformers)"
+            )
+    if model_type in _REGISTRY and not hf_config.get("is_encoder_decoder"):
+        return _REGISTRY[model_type]
+    near = _NEAREST.get(model_type)
+    nearest = "" if near is None else f" The nearest supported family is {near!r}."
+    for reason, kinds in _OUT_OF_REACH.items():
+        if model_type in kinds.split():
+            raise ValueError(f"model_type {model_type!r} is not supported: {reason}.{nearest}")
+    if hf_config.get("is_encoder_decoder"):
+        raise ValueError(f"{model_type!r} is an encoder-decoder; only decoders are supported")
+    if hf_config.get("auto_map"):
         raise ValueError(
-            f"model_type {model_type!r} is not supported.{closest(model_type, _REGISTRY)} "
-            f"Supported: {supported()}; weights_conversion.register_architecture adds others"
+            f"model_type {model_type!r} is not supported: it needs remote code. "
+            "weights_conversion.register_architecture adds families"
         )
-    return _REGISTRY[model_type]
+    raise ValueError(
+        f"model_type {model_type!r} is not supported.{closest(model_type, _REGISTRY)} "
+        f"Supported: {supported()}; weights_conversion.register_architecture adds others"
+    )
 
 
 def export_config(

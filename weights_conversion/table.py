@@ -377,6 +377,7 @@ class Table:
     ) -> None:
         """`n_layers`: layers in the checkpoint, when the model takes fewer."""
         self.architecture = architecture
+        self.family = architecture.model_type
         self.sizes = sizes_of(cfg)
         self.n_layers = cfg.n_layers
         rows = architecture.rows(cfg, reading)
