@@ -298,7 +298,8 @@ def test_report_149_names_and_shapes_are_the_classic_ones() -> None:
 @torch.no_grad()
 def test_report_148_a_state_dict_restores_the_model_strictly(name: str) -> None:
     model = native.build(name)
-    assert list(model.buffers()) == []  # none, so none that grows with n_ctx either
+    buffers = [n for n, _ in model.named_buffers() if not n.endswith("act_fn.eps")]  # of xIELU
+    assert buffers == []  # so none that grows with n_ctx either
     before = model(native.tokens())
     file = io.BytesIO()
     torch.save(model.state_dict(), file)

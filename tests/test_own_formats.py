@@ -81,7 +81,7 @@ def test_zero_biases_stay_without_gradient(tmp_path: Path) -> None:
     assert fixed == {n for n, p in load(tmp_path).named_parameters() if not p.requires_grad}
 
 
-# --- nanoGPT and minGPT -----------------------------------------------------------------------------
+# --- nanoGPT and minGPT ---------------------------------------------------------------------------
 
 OUT_IN = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 ARGS = {"n_layer": 3, "n_head": 3, "n_embd": 24, "block_size": 40, "vocab_size": 61}

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from transformer_lens_lite.config import HookedTransformerConfig, parse_dtype
 
-HALF = (torch.float16, torch.bfloat16)
-
 
 class CheckpointMethods:
     """Loading checkpoints, with and without processing, and writing them back."""
@@ -83,15 +81,13 @@ class CheckpointMethods:
             "fold_value_biases": fold_value_biases,
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
         }
-        processed = any(processing.values())
-        model = load_pretrained(
+        return load_pretrained(
             cls,
             model_name,
             hf_model=hf_model,
             hf_config=hf_config,
             device=device,
-            # half precision is rounded to once, after processing
-            dtype=torch.float32 if processed and wanted in HALF else wanted,
+            dtype=wanted,
             n_ctx=n_ctx,
             first_n_layers=first_n_layers,
             tokenizer=tokenizer,
@@ -100,11 +96,8 @@ class CheckpointMethods:
             revision=revision_of(revision, checkpoint_index, checkpoint_value, checkpoint_label),
             trust_remote_code=trust_remote_code,
             move_to_device=move_to_device,
+            processing=processing,
         )
-        if processed:
-            model.process_weights_(**processing)
-            model.to(wanted)
-        return model
 
     @classmethod
     def from_pretrained_no_processing(

@@ -35,6 +35,7 @@ from transformer_lens_lite.native_checkpoints import (
     understood,
     written,
 )
+from transformer_lens_lite.weight_processing import process_weights
 
 BOXED = {"tiny-lens": Path(__file__).parent / "pretrained" / "tiny_lens"}
 WEIGHT_FILES = (
@@ -191,9 +192,18 @@ class FolderCheckpoint:
         return set(self.files)
 
     def read(self, name: str) -> Tensor:
+        return self._get(name, self._file(self.files[name]))
+
+    def read_alone(self, name: str) -> Tensor:
+        """The tensor over a mapping of its own: the memory it takes goes with it, where the others
+        would keep the whole file's."""
+        path = self.files[name]
+        return self._get(name, _open(path) if path.suffix == ".safetensors" else self._file(path))
+
+    def _get(self, name: str, file: _File) -> Tensor:
         path = self.files[name]
         try:
-            return self._file(path).get_tensor(name)
+            return file.get_tensor(name)
         except Exception as error:
             raise ValueError(f"{path}: cannot read {name}: {error}") from error
 
@@ -223,6 +233,8 @@ class ModelCheckpoint:
         if tensor.is_meta:
             raise ValueError(f"{name} of the Hugging Face model is on the meta device: no values")
         return tensor
+
+    read_alone = read
 
     def describe(self, name: str) -> str:
         return "the Hugging Face model"
@@ -275,6 +287,9 @@ class TextPart:
     def read(self, name: str) -> Tensor:
         return self.whole.read(self.original[name])
 
+    def read_alone(self, name: str) -> Tensor:
+        return self.whole.read_alone(self.original[name])
+
     def describe(self, name: str) -> str:
         return self.whole.describe(self.original[name])
 
@@ -315,6 +330,8 @@ class TrainingCheckpoint:
         if not isinstance(value, Tensor):
             raise ValueError(f"{self.path}: {name} is a {type(value).__name__}, not a tensor")
         return value.detach()
+
+    read_alone = read
 
     def describe(self, name: str) -> str:
         return str(self.path)
@@ -484,21 +501,34 @@ def load_tokenizer(
 
 
 class _Delivered:
-    """A checkpoint whose tensors arrive on a device and in a dtype; a live model's as copies."""
+    """A checkpoint whose tensors arrive on a device and in a dtype; a live model's as copies.
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    `passing`: they will be rewritten and let go, in their own dtype until then.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        passing: bool = False,
+    ) -> None:
         self.checkpoint = checkpoint
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.passing = device, dtype, passing
         self.names, self.describe = checkpoint.names, checkpoint.describe
 
     def read(self, name: str) -> Float[Tensor, "..."]:
         tensor = self.checkpoint.read(name)
+        stays = tensor.dtype == self.dtype and tensor.device == self.device
+        if self.passing or not stays:
+            tensor = self.checkpoint.read_alone(name)
         if tensor.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{self.describe(name)}: {name} is {tensor.dtype}; quantised weights are not "
                 "supported"
             )
-        delivered = tensor.to(device=self.device, dtype=self.dtype)
+        dtype = tensor.dtype if self.passing else self.dtype
+        delivered = tensor.to(device=self.device, dtype=dtype)
         borrowed = isinstance(self.checkpoint, ModelCheckpoint) and delivered is tensor
         return delivered.clone() if borrowed else delivered
 
@@ -524,8 +554,9 @@ def load_pretrained(
     revision: str | None = None,
     trust_remote_code: bool = False,
     move_to_device: bool = True,
+    processing: Mapping[str, bool] | None = None,
 ) -> Any:
-    """A model of class `cls` with the weights of a checkpoint, exactly as they are.
+    """A model of class `cls` with the weights of a checkpoint, as they are or processed.
 
     model_name: "tiny-lens", a folder with config.json and weights, or a name on the hub. With
         `hf_model` it only says where the tokenizer is.
@@ -533,6 +564,7 @@ def load_pretrained(
     first_n_layers: build, and read, only these.
     tokenizer: default: the checkpoint's, if it has one.
     move_to_device: False leaves the weights on the CPU.
+    processing: the arguments of `weight_processing.process_weights`.
 
     Raises:
         FileNotFoundError: no such model, or a file of it is missing.
@@ -549,17 +581,24 @@ def load_pretrained(
         overrides["default_prepend_bos"] = default_prepend_bos
     cfg, table = _understand(checkpoint, first_n_layers, overrides)
     target = torch.device(cfg.device or "cpu") if move_to_device else torch.device("cpu")
-    source = _Delivered(checkpoint, target, parse_dtype(cfg.dtype))
+    steps = {name for name, wanted in (processing or {}).items() if wanted}
+    wanted = parse_dtype(cfg.dtype)
+    source = _Delivered(checkpoint, target, wanted, passing=bool(steps))
     state = _read_state(table, source, checkpoint.n_bytes())
     _conversion().check_angles(cfg, checkpoint.where)  # all sizes are known to be true by now
     _set_context(cfg, state, n_ctx)
+    if steps:
+        width = torch.promote_types(wanted, torch.float32)
+        flags: dict[str, Any] = {**(processing or {}), "dtype": width, "rounded_to": wanted}
+        cfg, state = process_weights(cfg, state, consume=True, **flags)
     if tokenizer is None and model_name is not None:
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
     with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
     _assign(model, state, table)
+    model.processed = frozenset(steps)
     if is_native(checkpoint.config):
-        model.processed = frozenset(checkpoint.config.get(PROCESSED) or ())
+        model.processed |= frozenset(checkpoint.config.get(PROCESSED) or ())
     else:
         model.checkpoint_config = copy.deepcopy(checkpoint.config)
     return model
@@ -624,9 +663,9 @@ def _set_context(
     cfg.n_ctx = n_ctx
 
 
-def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], table: Any) -> None:
+def _assign(model: Any, state: dict[str, Float[Tensor, "..."]], table: Any) -> None:
     """Put the tensors themselves into the model: strides and storage stay what they are."""
-    tied = {row.native for row in table.tied}
+    tied = {row.native for row in table.tied} if model.cfg.tie_word_embeddings else set()
     expected = set(model.state_dict()) - tied
     if expected != set(state):
         nowhere, unfilled = sorted(set(state) - expected), sorted(expected - set(state))
@@ -636,7 +675,8 @@ def _assign(model: torch.nn.Module, state: dict[str, Float[Tensor, "..."]], tabl
         )
     model.load_state_dict(state, strict=True, assign=True)
     for name in table.zeros:
-        model.get_parameter(name).requires_grad_(False)
+        if name in state and not bool(state[name].any()):  # else processing has filled it
+            model.get_parameter(name).requires_grad_(False)
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise ValueError(f"not loaded and without values: {left}")

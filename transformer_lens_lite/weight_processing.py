@@ -25,8 +25,23 @@ from torch import Tensor
 from transformer_lens_lite.components.storage import matmul_ready
 from transformer_lens_lite.config import HookedTransformerConfig
 
-# Tensors by name: of a whole model, or of one section, there without "blocks.3."
-State = dict[str, Tensor]
+State = dict[str, Tensor]  # by name
+
+
+class Section(State):
+    """The tensors of one section while they are rewritten, without "blocks.3." in their names."""
+
+    def __init__(self, given: State) -> None:
+        super().__init__(given)
+        self.given = given
+
+    def own(self, name: str) -> Tensor:
+        """A tensor that may be changed in place: copied the first time it is asked for."""
+        if self[name] is self.given.get(name):
+            self[name] = self[name].clone(memory_format=torch.preserve_format)
+        return self[name]
+
+
 Processed = tuple[HookedTransformerConfig, State]
 
 
@@ -43,10 +58,16 @@ def process_weights(
     fold_value_biases: bool = True,
     refactor_factored_attn_matrices: bool = False,
     dtype: torch.dtype = torch.float32,
+    rounded_to: torch.dtype | None = None,
+    consume: bool = False,
 ) -> Processed:
     """Apply the steps that are asked for, in this order; log-probabilities stay as they are.
 
-    Doing it twice does no more than doing it once. `dtype` is the least precision to compute in.
+    Doing it twice does no more than doing it once.
+
+    dtype: the least precision to compute in.
+    rounded_to: the dtype of the results (None: each tensor keeps its own).
+    consume: empty `state` on the way, so that it and the results are never in memory together.
     """
     wanted: list[tuple[bool, type[Step]]] = [
         (fold_ln, FoldLayerNorm),
@@ -55,7 +76,8 @@ def process_weights(
         (fold_value_biases, FoldValueBiases),
         (refactor_factored_attn_matrices, RefactorFactoredAttnMatrices),
     ]
-    return rewritten(cfg, state, [step() for flag, step in wanted if flag], dtype)
+    steps = [step() for flag, step in wanted if flag]
+    return rewritten(cfg, state, steps, dtype, rounded_to, consume)
 
 
 def fold_layer_norm(
@@ -67,7 +89,8 @@ def fold_layer_norm(
         and for LayerNorm  =  n (diag(w) W - column means) + …     as the entries of n sum to zero
 
     `hook_normalized` is n, so it stays as it was. A gated MLP gets `b_gate` and `b_up` when a norm
-    has a bias to hand over. Norms behind sublayers (`ln1_post`, `norm_place="post"`), inside
+    has a bias to hand over. Norms behind sublayers (`ln1_post`, `norm_place="post"`,
+    `"stream"`), inside
     attention (`q_norm`, `k_norm`) and behind the embedding are followed by no matrix and keep their
     weights. The LayerNorm inside a "solu_ln" MLP goes into `W_out`; it stays, with weight one and
     bias zero.
@@ -151,7 +174,7 @@ class Step:
         """Fields of the config that the new weights need otherwise."""
         return {}
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
         """Replace tensors of one section, given the new config; no tensor is changed itself."""
         raise NotImplementedError
 
@@ -162,7 +185,7 @@ class FoldLayerNorm(Step):
     name = "fold_ln"
 
     def applies(self, cfg: HookedTransformerConfig) -> bool:
-        return cfg.norm_place != "post"
+        return cfg.norm_place not in ("post", "stream")
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         if cfg.positional_embedding_type == "shortformer" and has_norm_weights(cfg):
@@ -186,7 +209,7 @@ class FoldLayerNorm(Step):
             "router_bias": cfg.router_bias or (cfg.num_experts is not None and has_bias),
         }
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
         if cfg.gated_mlp_biases:
             for name in [name for name in weights if name.endswith(".W_gate")]:
                 zeros = torch.zeros_like(weights[name][0])
@@ -201,22 +224,22 @@ class FoldLayerNorm(Step):
         if "mlp.ln.w" in weights and not cfg.gated_mlp:
             self.fold_inner(weights)
 
-    def fold(self, cfg: HookedTransformerConfig, weights: State, norm: str) -> None:
+    def fold(self, cfg: HookedTransformerConfig, weights: Section, norm: str) -> None:
         """One norm into all its readers."""
         w, b = weights.pop(f"{norm}.w"), weights.pop(f"{norm}.b", None)  # RMSNorms have no bias
         w = w + cfg.norm_weight_offset
         for matrix, bias in readers(cfg, norm, weights):
             if b is not None and bool(b.any()):  # else a gate may have no bias to add to
                 weights[bias] = weights[bias] + b @ weights[matrix]
-            weights[matrix] = folded(w, weights[matrix], sums_to_zero=b is not None)
+            fold_into(weights.own(matrix), w, sums_to_zero=b is not None)
 
-    def fold_inner(self, weights: State) -> None:
+    def fold_inner(self, weights: Section) -> None:
         """The norm between activation and `W_out`."""
         w, b = weights["mlp.ln.w"], weights["mlp.ln.b"]
         if bool((w == 1).all()) and not bool(b.any()):  # folded before
             return
         weights["mlp.b_out"] = weights["mlp.b_out"] + b @ weights["mlp.W_out"]
-        weights["mlp.W_out"] = folded(w, weights["mlp.W_out"], sums_to_zero=True)
+        fold_into(weights.own("mlp.W_out"), w, sums_to_zero=True)
         weights["mlp.ln.w"], weights["mlp.ln.b"] = torch.ones_like(w), torch.zeros_like(b)
 
 
@@ -233,6 +256,10 @@ class CenterWritingWeights(Step):
             return "final_rms=True: the last norm is an RMSNorm, which sees the stream's mean"
         if cfg.norm_place == "post":
             return "norm_place='post': attention and MLP read the stream, mean included, directly"
+        if cfg.norm_place == "stream":
+            return "norm_place='stream': the stream is a norm's output; its mean is not a weight's"
+        if not cfg.final_norm:
+            return "final_norm=False: the stream's mean is read by what follows it"
         if cfg.norm_place == "both":
             return "norm_place='both': what is added is a norm's output; its mean is not a weight's"
         return None
@@ -240,21 +267,26 @@ class CenterWritingWeights(Step):
     def changes(self, cfg: HookedTransformerConfig, state: State) -> dict[str, Any]:
         return {} if cfg.post_embedding_ln else {"tie_word_embeddings": False}
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
-        embedding = "embed.ln.b" if cfg.post_embedding_ln else "embed.W_E"
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
+        after = "ln_embed.b" if cfg.post_embedding_ln_last else "embed.ln.b"
+        embedding = after if cfg.post_embedding_ln else "embed.W_E"
         writers = [embedding, "attn.W_O", "attn.b_O"]
         writers += [name for name in weights if name.endswith((".W_out", ".b_out"))]
         if cfg.positional_embedding_type != "shortformer":  # there, added behind a norm
             writers.append("pos_embed.W_pos")
+        writers.append("token_type_embed.W_token_type")
         for name in writers:
             if name in weights:
-                weights[name] = centred(weights[name])
+                centre(weights.own(name))
 
 
 class CenterUnembed(Step):
     """`center_unembed`."""
 
     name = "center_unembed"
+
+    def applies(self, cfg: HookedTransformerConfig) -> bool:
+        return cfg.unembedding
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         cap = cfg.output_logits_soft_cap
@@ -263,10 +295,10 @@ class CenterUnembed(Step):
     def changes(self, cfg: HookedTransformerConfig, state: State) -> dict[str, Any]:
         return {"tie_word_embeddings": False}
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
         for name in ("unembed.W_U", "unembed.b_U"):
             if name in weights:
-                weights[name] = centred(weights[name])
+                centre(weights.own(name))
 
 
 class FoldValueBiases(Step):
@@ -288,7 +320,7 @@ class FoldValueBiases(Step):
             return f"clip_qkv={cfg.clip_qkv}: values are clipped after their bias is added"
         return None
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
         if "attn.W_O" not in weights:
             return
         b_V = key_value_name(cfg, "b_V")
@@ -317,7 +349,7 @@ class RefactorFactoredAttnMatrices(Step):
             )
         return True
 
-    def rewrite(self, cfg: HookedTransformerConfig, weights: State) -> None:
+    def rewrite(self, cfg: HookedTransformerConfig, weights: Section) -> None:
         if "attn.W_O" in weights:
             self.refactor_qk(cfg, weights)
             self.refactor_ov(cfg, weights)
@@ -348,39 +380,60 @@ class RefactorFactoredAttnMatrices(Step):
 
 @torch.no_grad()
 def rewritten(
-    cfg: HookedTransformerConfig, state: State, steps: Iterable[Step], dtype: torch.dtype
+    cfg: HookedTransformerConfig,
+    state: State,
+    steps: Iterable[Step],
+    dtype: torch.dtype,
+    rounded_to: torch.dtype | None = None,
+    consume: bool = False,
 ) -> Processed:
-    """Run the steps that apply on one section after the other."""
-    cfg, state = copy.deepcopy(cfg), with_unembedding(cfg, state)
+    """Run the steps that apply on one section after the other.
+
+    rounded_to: the dtype of all results; None: each keeps its own. consume: empty `state`, so that
+        a tensor's memory can go once it has been rewritten.
+    """
+    cfg, own = copy.deepcopy(cfg), with_unembedding(cfg, state)
     accepted = []
     for step in steps:
         if not step.applies(cfg):
             continue
-        if reason := step.objection(cfg, state):
+        if reason := step.objection(cfg, own):
             warnings.warn(f"{step.name} is left out. {reason}", stacklevel=4)  # of no_grad is one
             continue
         accepted.append(step)
-        for field, value in step.changes(cfg, state).items():
+        for field, value in step.changes(cfg, own).items():
             setattr(cfg, field, value)
+    parts = sections(own)
+    if consume:
+        state.clear()
+    del own
     new: State = {}
-    for prefix, weights in sections(state):
-        weights = rewritten_section(cfg, weights, accepted, dtype)
+    while parts:
+        prefix, weights = parts.pop(0)
+        weights = rewritten_section(cfg, weights, accepted, dtype, rounded_to)
         new.update({prefix + name: tensor for name, tensor in weights.items()})
     return cfg, new
 
 
 def rewritten_section(
-    cfg: HookedTransformerConfig, narrow: State, steps: Iterable[Step], dtype: torch.dtype
+    cfg: HookedTransformerConfig,
+    narrow: State,
+    steps: Iterable[Step],
+    dtype: torch.dtype,
+    rounded_to: torch.dtype | None,
 ) -> State:
     """All steps on one section: widened before, rounded to the dtypes it had after."""
     given = {name: widened(tensor, dtype) for name, tensor in narrow.items()}
-    wide = dict(given)
+    wide = Section(given)
     for step in steps:
         step.rewrite(cfg, wide)
     new: State = {}
-    for name, tensor in wide.items():
+    for name in list(wide):
+        tensor = wide.pop(name)
         before = narrow[name if name in narrow else matrix_of(name)]
-        new[name] = before if tensor is given.get(name) else tensor.to(before.dtype)
+        unchanged = tensor is given.pop(name, None)
+        wanted = before.dtype if rounded_to is None else rounded_to
+        new[name] = before.to(wanted) if unchanged else tensor.to(wanted)
     return new
 
 
@@ -397,14 +450,16 @@ def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sections(state: State) -> list[tuple[str, State]]:
-    """The parts no step looks across, each with the prefix its names have lost."""
+    """The parts no step looks across, each with the prefix its names have lost. The embeddings come
+    first: they are the largest, and the rest is not there yet."""
     parts: dict[tuple[str, str], State] = {}
     for name, tensor in state.items():
         first, *rest = name.split(".")
         prefix = f"blocks.{rest[0]}." if first == "blocks" else ""
         place = "unembedding" if first in ("ln_final", "unembed") else ""
         parts.setdefault((prefix, place), {})[name.removeprefix(prefix)] = tensor
-    return [(prefix, weights) for (prefix, _), weights in parts.items()]
+    ordered = sorted(parts.items(), key=lambda part: part[0][0] != "")
+    return [(prefix, weights) for (prefix, _), weights in ordered]
 
 
 def with_unembedding(cfg: HookedTransformerConfig, state: State) -> State:
@@ -424,7 +479,8 @@ def has_norm_weights(cfg: HookedTransformerConfig) -> bool:
 
 def check_norms_are_there(cfg: HookedTransformerConfig, state: State) -> None:
     """ValueError when the config has norms that the weights lack: they were folded before."""
-    names = [f"blocks.{layer}.ln1.w" for layer in range(cfg.n_layers)] + ["ln_final.w"]
+    names = [f"blocks.{layer}.ln1.w" for layer in range(cfg.n_layers)]
+    names += ["ln_final.w"] if cfg.final_norm else []
     if missing := [name for name in names if name not in state]:
         raise ValueError(
             f"normalization_type={cfg.normalization_type!r} but the weights have no {missing[0]}. "
@@ -434,6 +490,8 @@ def check_norms_are_there(cfg: HookedTransformerConfig, state: State) -> None:
 
 def readers(cfg: HookedTransformerConfig, norm: str, weights: State) -> list[tuple[str, str]]:
     """(matrix, bias) of every projection that reads a norm."""
+    if norm == "ln_final" and cfg.unembed_act_fn is not None:
+        return [("unembed.transform.W_dense", "unembed.transform.b_dense")]
     if norm == "ln_final":
         return [("unembed.W_U", "unembed.b_U")]
     if norm == "ln1" and cfg.latent_kv_rank is not None:
@@ -466,17 +524,19 @@ def group_size(cfg: HookedTransformerConfig) -> int:
     return cfg.n_heads // (cfg.n_key_value_heads or cfg.n_heads)
 
 
-def folded(
-    w: Float[Tensor, " d_in"], matrix: Float[Tensor, "*head d_in d_out"], sums_to_zero: bool
-) -> Float[Tensor, "*head d_in d_out"]:
-    """diag(w) W; what only the mean of its input would read is left out when that mean is zero."""
-    matrix = matrix * w[:, None]
-    return matrix - matrix.mean(-2, keepdim=True) if sums_to_zero else matrix
+def fold_into(
+    matrix: Float[Tensor, "*head d_in d_out"], w: Float[Tensor, " d_in"], sums_to_zero: bool
+) -> None:
+    """diag(w) W, in place; what only the mean of its input would read is left out when that mean
+    is zero."""
+    matrix.mul_(w[:, None])
+    if sums_to_zero:
+        matrix.sub_(matrix.mean(-2, keepdim=True))
 
 
-def centred(x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-    """Minus the mean of each row."""
-    return x - x.mean(-1, keepdim=True)
+def centre(x: Float[Tensor, "*rows width"]) -> None:
+    """Take the mean out of each row, in place."""
+    x.sub_(x.mean(-1, keepdim=True))
 
 
 def with_bias_row(

@@ -381,6 +381,8 @@ class Table:
         self.sizes = sizes_of(cfg)
         self.n_layers = cfg.n_layers
         rows = architecture.rows(cfg, reading)
+        # the largest first: what a conversion needs beside the result is then needed early
+        rows = sorted(rows, key=lambda row: isinstance(row, Map) and "{i}" in row.hf)
         self.maps = list(self._placed(rows, range(cfg.n_layers)))
         self.zeros = {
             name.replace("{i}", str(layer)).replace("{e}", str(e)): shape_of(
