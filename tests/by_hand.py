@@ -51,17 +51,27 @@ class ByHand:
         return self.weights[name]
 
     @torch.no_grad()
-    def logits(self, row: Tensor) -> Tensor:
+    def logits(self, row: Tensor, types: Tensor | None = None) -> Tensor:
         """[pos, d_vocab_out] for ids [pos]."""
         cfg = self.cfg
         x = self["embed.W_E"][row] * cfg.embed_scale
-        if cfg.post_embedding_ln:
+        if cfg.post_embedding_ln and not cfg.post_embedding_ln_last:
             x = self.norm(x, "embed.ln", "LN")
+        if cfg.n_token_types:
+            kinds = torch.zeros_like(row) if types is None else types
+            x = x + self["token_type_embed.W_token_type"][kinds]
         if cfg.positional_embedding_type == "standard":
             x = x + self["pos_embed.W_pos"][: len(row)]
+        if cfg.post_embedding_ln_last:
+            x = self.norm(x, "ln_embed", "LN")
         for layer in range(cfg.n_layers):
             attn_out = self.sublayer(x, layer, "ln1", self.attention)
-            if cfg.attn_only:
+            if cfg.norm_place == "stream":
+                x = self.norm(x + attn_out, f"blocks.{layer}.ln1", cfg.normalization_type)
+                if not cfg.attn_only:
+                    x = x + self.sublayer(x, layer, "ln2", self.mlp)
+                    x = self.norm(x, f"blocks.{layer}.ln2", cfg.normalization_type)
+            elif cfg.attn_only:
                 x = x + attn_out
             elif cfg.parallel_attn_mlp:
                 x = x + attn_out + self.sublayer(x, layer, "ln2", self.mlp)
@@ -71,7 +81,14 @@ class ByHand:
         kind = cfg.normalization_type
         if cfg.final_rms:
             kind = kind.replace("LN", "RMS")
-        x = self.norm(x, "ln_final", kind)
+        if cfg.final_norm:
+            x = self.norm(x, "ln_final", kind)
+        if not cfg.unembedding:
+            return x
+        if cfg.unembed_act_fn is not None:
+            dense = x @ self["unembed.transform.W_dense"] + self["unembed.transform.b_dense"]
+            dense = ACTIVATIONS[cfg.unembed_act_fn](dense)
+            x = self.norm(dense, "unembed.transform.ln", "LN")
         out = (x @ self["unembed.W_U"] + self["unembed.b_U"]) * cfg.logit_scale
         cap = cfg.output_logits_soft_cap
         return cap * torch.tanh(out / cap) if cap > 0 else out
@@ -81,6 +98,8 @@ class ByHand:
         kind = self.cfg.normalization_type
         if place == "post":
             out = self.norm(function(x, layer), name, kind)
+        elif place == "stream":
+            out = function(x, layer)
         else:
             out = function(self.norm(x, name, kind), layer)
         if place == "both":

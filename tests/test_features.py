@@ -167,7 +167,8 @@ def test_report_033_padding_anywhere_equals_a_row_without_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "rotary", "everything", "shortformer", "post_embedding_ln"]
+    "name",
+    ["plain", "rotary", "everything", "shortformer", "post_embedding_ln", "bidirectional_encoder"],
 )
 @torch.no_grad()
 def test_report_031_every_hook_point_of_a_padded_row_holds_what_it_holds_alone(name: str) -> None:
@@ -360,10 +361,10 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
         {"positional_embedding_type": "shortformer"},
     )
     norm = one_of(None, "LN", "LNPre", "RMS", "RMSPre")
-    place = "pre" if norm is None else one_of("pre", "post", "both")
+    place = "pre" if norm is None else one_of("pre", "post", "both", "stream")
     shape = one_of(
         {"attn_only": True},
-        {"parallel_attn_mlp": True},
+        {} if place == "stream" else {"parallel_attn_mlp": True},
         {"gated_mlp": True, "gated_mlp_biases": one_of(True, False)},
         {},
     )
@@ -384,8 +385,18 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
         **maybe(attn_scale=1.7),
         **maybe(scale_attn_by_inverse_layer_idx=True),
         **maybe(tie_word_embeddings=True),
-        **maybe(post_embedding_ln=True),
-        **(maybe(final_rms=True) if norm in ("LN", "LNPre") else {}),
+        **one_of(
+            {},
+            {"post_embedding_ln": True},
+            {"post_embedding_ln": True, "post_embedding_ln_last": True},
+        ),
+        **maybe(n_token_types=2),
+        **maybe(unembed_act_fn=one_of("gelu", "solu")),
+        **one_of(
+            {},
+            {"final_norm": False},
+            {"final_rms": True} if norm in ("LN", "LNPre") else {},
+        ),
         **maybe(output_logits_soft_cap=3.0),
         **maybe(norm_weight_offset=1.0),
         **maybe(residual_scale=0.5, embed_scale=1.5, logit_scale=1.2),
@@ -533,6 +544,10 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "post_embedding_ln": ({}, True),
     "use_normalization_before_and_after": ({}, True),
     "norm_place": ({}, "post"),
+    "n_token_types": ({}, 2),
+    "post_embedding_ln_last": ({"post_embedding_ln": True}, True),
+    "final_norm": ({}, False),
+    "unembed_act_fn": ({}, "gelu"),
     "norm_weight_offset": (native.RMS, 1.0),
     "gated_mlp": ({}, True),
     "gated_mlp_biases": ({"gated_mlp": True}, True),
@@ -545,6 +560,7 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
 SIZES = {"n_layers", "d_model", "n_ctx", "d_head", "n_heads", "d_mlp", "d_vocab", "d_vocab_out"}
 SIZES |= {"n_key_value_heads"}
 NOT_ABOUT_NUMBERS = {
+    "unembedding",  # without it there are no logits: test_encoders
     "reserved_positions", "model_name", "original_architecture", "from_checkpoint",
     "checkpoint_index",
     "checkpoint_label_type", "checkpoint_value", "n_params", "uses_rms_norm", "layer_norm_folding",
@@ -605,6 +621,7 @@ def test_report_023_no_two_activations_are_the_same(changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "name",
     ["plain", "grouped_rotary", "qk_norm", "sinks", "sandwich", "post_norm", "post_embedding_ln"]
+    + ["stream_norm", "post_embedding_ln_last", "unembed_transform", "bidirectional_encoder"]
     + [
         "gated_biases",
         "gated_solu_ln",

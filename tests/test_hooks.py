@@ -123,6 +123,19 @@ GOLDEN = {
         f"{LN2} {MLP} {norm('ln2_post')} hook_mlp_out hook_resid_post",
         END,
     ),
+    "stream_norm": (
+        EMBED,
+        f"{START} {QKV} {LOOKING} hook_attn_out {LN1} hook_resid_mid "
+        f"{MLP} hook_mlp_out {LN2} hook_resid_post",
+        OUT,
+    ),
+    "bidirectional_encoder": (
+        f"hook_embed hook_token_type_embed hook_pos_embed {norm('ln_embed')}",
+        f"{START} {QKV} {LOOKING} hook_attn_out {LN1} hook_resid_mid "
+        f"{MLP} hook_mlp_out {LN2} hook_resid_post",
+        "unembed.transform.hook_pre unembed.transform.hook_post "
+        f"{norm('unembed.transform.ln')} {OUT}",
+    ),
     "post_norm": (
         EMBED,
         f"{START} {QKV} {LOOKING} {LN1} hook_attn_out hook_resid_mid "
@@ -206,7 +219,7 @@ def test_report_073_and_099_every_point_but_the_optional_fires_exactly_once(name
     points = {n: point for n, point in model.hook_dict.items() if ".experts." not in n}
     optional = [n for n, point in points.items() if point.optional]
     assert {short(n) for n in optional} == OPTIONAL - (
-        {"hook_mlp_in"} if name == "attn_only" else set()
+        {"hook_mlp_in"} if name.endswith("attn_only") else set()
     )
     model.run_with_hooks(native.tokens(), fwd_hooks=[(n, count) for n in mandatory])
     assert fired == dict.fromkeys(mandatory, 1)
@@ -304,16 +317,19 @@ def test_points_are_registered_under_their_names(model: HookedTransformer) -> No
 def test_the_stream_is_the_exact_sum_of_what_is_added(name: str) -> None:
     model = native.build(name)
     _, cache = model.run_with_cache(native.tokens())
+    holds = model.cfg.norm_place == "stream"  # its norms hold the sum itself
     for layer in range(2):
+        block = model.blocks[layer]
         pre, attn_out = cache["resid_pre", layer], cache["attn_out", layer]
         post = cache["resid_post", layer]
+        mid = block.ln1.explicit(pre + attn_out) if holds else pre + attn_out
         if model.cfg.attn_only:
-            assert torch.equal(pre + attn_out, post)
+            assert torch.equal(mid, post)
             continue
-        mid = pre + attn_out
         if not model.cfg.parallel_attn_mlp:
             assert torch.equal(mid, cache["resid_mid", layer])
-        assert torch.equal(mid + cache["mlp_out", layer], post)
+        end = mid + cache["mlp_out", layer]
+        assert torch.equal(block.ln2.explicit(end) if holds else end, post)
     assert torch.equal(cache["resid_post", 0], cache["resid_pre", 1])
 
 

@@ -22,7 +22,9 @@ def gradients(model: HookedTransformer, **arguments: Any) -> dict[str, Tensor]:
     """Of the loss, by parameter; parameters that got none are left out."""
     model.zero_grad(set_to_none=True)
     arguments.setdefault("attention_mask", None)
-    model(native.tokens(), return_type="loss", **arguments).backward()
+    tokens = native.tokens()
+    # a model that sees the next token has no loss of its own
+    model.loss_fn(model(tokens, **arguments), tokens, arguments["attention_mask"]).backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

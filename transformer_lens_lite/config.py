@@ -31,7 +31,7 @@ POSITIVE = (
     "eps", "rotary_base", "rotary_scaling_factor", "NTK_by_parts_factor", "yarn_factor",
     "embed_scale", "residual_scale", "logit_scale",
 )  # fmt: skip
-NORM_PLACES = ("pre", "post", "both")
+NORM_PLACES = ("pre", "post", "both", "stream")
 ROUTER_TYPES = ("softmax", "sigmoid", "sparsemixer")
 EXPERT_FIELDS = (
     "norm_topk_prob", "d_expert", "d_shared_expert", "shared_expert_gate", "expert_layers",
@@ -224,7 +224,7 @@ class BlockSpec:
     mlp: MLPSpec | MoESpec | None
     norm: NormSpec | None
     post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
-    norm_place: str  # "pre", "post" or "both"
+    norm_place: str  # "pre", "post", "both" or "stream"
     parallel: bool
     residual_scale: float
 
@@ -394,14 +394,20 @@ class HookedTransformerConfig:
     router_jitter: float = 0.01
     # {"scale", "length", "start", "unrotated_only"}: see QueryGrowth
     query_growth: dict[str, Any] | None = None
-    norm_place: str = (
-        "pre"  # "post": only after attention and MLP; "both" = use_normalization_before_and_after
-    )
+    # "post": only after attention and MLP; "both" = use_normalization_before_and_after; "stream":
+    # the stream itself, after each addition, as in the first transformers and BERT
+    norm_place: str = "pre"
     norm_weight_offset: float = 0.0  # weights of norms mean (offset + w)
     gated_mlp_biases: bool = False  # b_gate and b_up in a gated MLP
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies attn_out and mlp_out
     logit_scale: float = 1.0
+    # encoders
+    n_token_types: int = 0  # rows of an embedding of token types, added to that of tokens
+    post_embedding_ln_last: bool = False  # behind positions and token types, not before them
+    final_norm: bool = True
+    unembedding: bool = True  # False: the stream is all there is; there are no logits
+    unembed_act_fn: str | None = None  # dense, this activation, LayerNorm before the unembedding
 
     def __post_init__(self) -> None:
         self.dtype = parse_dtype(self.dtype)
@@ -413,6 +419,7 @@ class HookedTransformerConfig:
         self._check_contradictions()
         self._check_latent()
         self._check_experts()
+        self._check_ends()
         self._check_unsupported()
         self.n_params = self._count_params()
         if self.seed is not None:
@@ -438,6 +445,10 @@ class HookedTransformerConfig:
             raise ValueError(
                 f"reserved_positions must be an integer of at least 0, got "
                 f"{self.reserved_positions!r}"
+            )
+        if not isinstance(self.n_token_types, int) or self.n_token_types < 0:
+            raise ValueError(
+                f"n_token_types must be an integer of at least 0, got {self.n_token_types!r}"
             )
         for name in ("n_heads", "d_vocab", "d_vocab_out"):
             value = getattr(self, name)
@@ -477,9 +488,10 @@ class HookedTransformerConfig:
         if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
             self.rotary_dim = self.d_head
         if self.use_normalization_before_and_after:
-            if self.norm_place == "post":
+            if self.norm_place in ("post", "stream"):
                 raise ValueError(
-                    "use_normalization_before_and_after=True contradicts norm_place='post'"
+                    "use_normalization_before_and_after=True contradicts "
+                    f"norm_place={self.norm_place!r}"
                 )
             self.norm_place = "both"
         self.use_normalization_before_and_after = self.norm_place == "both"
@@ -497,6 +509,11 @@ class HookedTransformerConfig:
         }
         if not self.attn_only:
             choices["act_fn"] = ACTIVATIONS
+        if self.unembed_act_fn is not None:
+            # of those without parameters or a norm of their own
+            choices["unembed_act_fn"] = tuple(
+                name for name in ACTIVATIONS if name not in ("solu_ln", "xielu")
+            )
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -640,6 +657,18 @@ class HookedTransformerConfig:
             raise ValueError("shared_expert_gate=True without d_shared_expert")
         self._check_per_layer("expert_layers", (True, False))
 
+    def _check_ends(self) -> None:
+        if self.norm_place == "stream" and self.parallel_attn_mlp:
+            raise ValueError("norm_place='stream' contradicts parallel_attn_mlp=True")
+        if self.post_embedding_ln_last and not self.post_embedding_ln:
+            raise ValueError("post_embedding_ln_last=True without post_embedding_ln=True")
+        if self.final_rms and not self.final_norm:
+            raise ValueError("final_rms=True contradicts final_norm=False")
+        if not self.unembedding:
+            for name, off in (("tie_word_embeddings", False), ("unembed_act_fn", None)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name}={getattr(self, name)!r} without an unembedding")
+
     def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
         values = getattr(self, name)
         if values is None:
@@ -724,6 +753,8 @@ class HookedTransformerConfig:
 
     def final_norm_spec(self) -> NormSpec | None:
         """`final_rms`: a LayerNorm model whose last norm is an RMSNorm."""
+        if not self.final_norm:
+            return None
         rms = {"LN": "RMS", "LNPre": "RMSPre"}
         kind = self.normalization_type
         return self.norm_spec(kind=rms.get(kind or "", kind) if self.final_rms else kind)

@@ -187,6 +187,11 @@ def start_generation(
     verbose: bool | None = None,
 ) -> Generation:
     """Check every argument before anything is run, and set the generation up."""
+    if not model.is_causal:
+        raise ValueError(
+            "generation with attention_dir='bidirectional': such a model says what stands at a "
+            "place from both sides of it, not what comes next"
+        )
     if (
         isinstance(max_new_tokens, bool)
         or not isinstance(max_new_tokens, int)

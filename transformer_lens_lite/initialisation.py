@@ -12,7 +12,7 @@ from transformer_lens_lite.config import HookedTransformerConfig
 def fans(name: str, weight: Tensor) -> tuple[int, int]:
     """(inputs, outputs) of the linear map a weight is: [head, in, out] or, for W_O, [head, in, out]
     summed over heads; [in, out] otherwise. An embedding looks up one row, so it has one input."""
-    if name in ("W_E", "W_pos"):
+    if name in ("W_E", "W_pos", "W_token_type"):
         return 1, weight.shape[1]
     if weight.ndim == 2:
         return weight.shape[0], weight.shape[1]

@@ -12,18 +12,25 @@ from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.checkpoints import CheckpointMethods
 from transformer_lens_lite.components.block import build_block
 from transformer_lens_lite.components.context import ForwardContext
-from transformer_lens_lite.components.embed import Embed, PosEmbed, Unembed, build_unembed
+from transformer_lens_lite.components.embed import (
+    NO_LOGITS,
+    Embed,
+    PosEmbed,
+    TokenTypeEmbed,
+    Unembed,
+    build_unembed,
+)
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.generate import GenerationMethods
-from transformer_lens_lite.hooks import HookPoint
+from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.text import TextMethods
 from transformer_lens_lite.tokens import is_text
 from transformer_lens_lite.utils import lm_cross_entropy_loss
 
-RETURN_TYPES = ("logits", "loss", "both", None)
+RETURN_TYPES = ("logits", "loss", "both", "residual", None)
 # optional hook points a blanket capture includes when the flag is on
 FLAG_OF_OPTIONAL_POINT = {
     "hook_result": "use_attn_result",
@@ -104,9 +111,14 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         self.hook_tokens = HookPoint(optional=True)  # [batch, pos], ids
         self.embed = Embed(cfg)
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        if cfg.n_token_types:
+            self.token_type_embed = TokenTypeEmbed(cfg)
+            self.hook_token_type_embed = HookPoint()  # [batch, pos, d_model]
         if cfg.positional_embedding_type in ("standard", "shortformer"):
             self.pos_embed = PosEmbed(cfg)
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        last = cfg.post_embedding_ln and cfg.post_embedding_ln_last
+        self.ln_embed = build_norm(cfg.norm_spec(kind="LN")) if last else Absent()
         self.blocks = nn.ModuleList(build_block(cfg, spec) for spec in cfg.block_specs())
         self.ln_final = build_norm(cfg.final_norm_spec())
         self.unembed = build_unembed(cfg, self.embed)
@@ -130,6 +142,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         attention_mask: Int[Tensor, "batch key_pos"] | None = None,
         stop_at_layer: int | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
     ) -> Logits | Loss | Output | Residual | None:
         """Run the model.
 
@@ -137,30 +150,38 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             input: a text, a list of texts, token ids [pos] or [batch, pos]; with `start_at_layer`
                 the residual stream [batch, pos, d_model] that enters that layer.
             return_type: "logits" [batch, pos, d_vocab_out]; "loss", the mean next-token
-                cross-entropy in nats over real tokens; "both"; or None, for the hooks' sake only.
+                cross-entropy in nats over real tokens; "both"; "residual" [batch, pos, d_model],
+                the stream after the last norm; or None, for the hooks' sake only.
             loss_per_token: loss as [batch, pos - 1].
             tokens: the ids behind a residual input, needed for its loss.
             attention_mask: 0 for padding; [batch, pos], or [batch, past + pos] with a cache.
             start_at_layer, stop_at_layer: run only these blocks, the second excluded; negative
                 numbers count from the end. With `stop_at_layer` the residual stream is returned.
             past_kv_cache: what came before; appended to, unless it is frozen.
+            token_type_ids: of what type each token is, in models with `n_token_types`; None: all
+                are of the first.
         Raises:
             ValueError: too long an input, ids outside the vocabulary, a mask or a cache that does
-                not fit, an unknown `return_type`, text without a tokenizer. Nothing was run then.
+                not fit, an unknown `return_type`, logits or a loss of a model that has none, text
+                without a tokenizer. Nothing was run then.
         """
         if return_type not in RETURN_TYPES:
             raise ValueError(
                 f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}"
             )
         layers = self._layer_range(start_at_layer, stop_at_layer)
+        self._check_output(return_type, stop_at_layer)
         if start_at_layer is None:
             tokens, attention_mask = self._tokens_and_mask(
                 input, prepend_bos, padding_side, attention_mask, past_kv_cache
             )
             context = self._context(tokens, layers, attention_mask, past_kv_cache)
+            context.token_type_ids = self._checked_token_types(token_type_ids, tokens)
             residual = self._embedded(tokens, context)
         else:
             residual = self._checked_residual(input, tokens, return_type, stop_at_layer)
+            if token_type_ids is not None:
+                raise ValueError("token_type_ids with start_at_layer: the stream has them in it")
             context = self._context(residual, layers, attention_mask, past_kv_cache)
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if wants_loss and context.n_new < 2 and not loss_per_token:
@@ -171,6 +192,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         residual = self.ln_final(residual)
         if return_type is None:
             return None
+        if return_type == "residual":
+            return residual
         logits = self._logits(residual)
         if return_type == "logits":
             return logits
@@ -233,9 +256,18 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         return self._with_positions(self.hook_embed(self.embed(self.hook_tokens(tokens))), context)
 
     def _with_positions(self, residual: Residual, context: ForwardContext) -> Residual:
+        if self.cfg.n_token_types:
+            residual = residual + self._token_types(context)
         if self.cfg.positional_embedding_type == "standard":
             residual = residual + self._positions(context)
-        return residual
+        return self.ln_embed(residual)
+
+    def _token_types(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
+        embedded = self.token_type_embed(context)
+        if self.hook_token_type_embed.listened:  # on a copy, as positions are
+            shape = (context.batch, context.n_new, self.cfg.d_model)
+            embedded = self.hook_token_type_embed(embedded.expand(shape).clone())
+        return embedded
 
     def _positions(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
         embedded = self.pos_embed(context)
@@ -261,6 +293,44 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
 
     # -- what a forward pass needs to know first --
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees a later one: only such models can continue a text, or keep
+        keys and values."""
+        return self.cfg.attention_dir == "causal"
+
+    def _check_output(self, return_type: str | None, stop_at_layer: int | None) -> None:
+        """ValueError for logits or a loss that this model does not have."""
+        if stop_at_layer is not None or return_type in (None, "residual"):
+            return
+        if not self.cfg.unembedding:
+            raise ValueError(NO_LOGITS)
+        if return_type in ("loss", "both") and not self.is_causal:
+            raise ValueError(
+                f"return_type={return_type!r} with attention_dir='bidirectional': the loss is that "
+                "of the next token, which such a model sees. Take the logits at masked tokens"
+            )
+
+    def _checked_token_types(
+        self, types: Any, tokens: Int[Tensor, "batch pos"]
+    ) -> Int[Tensor, "batch pos"] | None:
+        if types is None:
+            return None
+        n = self.cfg.n_token_types
+        if not n:
+            raise ValueError("token_type_ids were given, but this model has no token types")
+        if not isinstance(types, Tensor) or types.is_floating_point():
+            raise ValueError("token_type_ids must be a tensor of integers")
+        types = types if types.ndim == 2 else types[None]
+        if types.shape != tokens.shape:
+            raise ValueError(
+                f"token_type_ids must be {list(tokens.shape)}, as the tokens are, got "
+                f"{list(types.shape)}"
+            )
+        if not torch.compiler.is_compiling() and bool(((types < 0) | (types >= n)).any()):
+            raise ValueError(f"token_type_ids must be less than n_token_types={n}")
+        return types.to(tokens.device, torch.long)
+
     def _layer_range(self, start: int | None, stop: int | None) -> range:
         n = self.cfg.n_layers
         numbers = []
@@ -279,7 +349,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         attention_mask: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
-        """Ids [batch, pos], and the mask: as given, of the padding put here, or of left padding.
+        """Ids [batch, pos], and the mask: as given, of the padding put here, or of the padding
+        that some position would see.
 
         Text that continues a cache gets no BOS unless it is asked for.
         """
@@ -298,8 +369,10 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             return tokens, mask
         tokens = self._checked_tokens(input).to(device)
         unmasked = attention_mask is None and self.tokenizer is not None and len(tokens) > 0
-        if unmasked and self.text.side(padding_side) == "left":
-            attention_mask = self._text().attention_mask(tokens, "left", prepend_bos)
+        side = self.text.side(padding_side)
+        # behind a text, padding is seen by nobody where attention looks back only
+        if unmasked and (side == "left" or not self.is_causal):
+            attention_mask = self._text().attention_mask(tokens, side, prepend_bos)
         return tokens, attention_mask
 
     def _checked_tokens(self, tokens: Any) -> Int[Tensor, "batch pos"]:
@@ -359,6 +432,11 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             return 0
         if not isinstance(cache, KeyValueCache):
             raise ValueError(f"past_kv_cache must be a KeyValueCache, got {type(cache).__name__}")
+        if not self.is_causal:
+            raise ValueError(
+                "past_kv_cache with attention_dir='bidirectional': what is said later changes the "
+                "keys and values of what came before, so there is nothing to keep"
+            )
         if len(cache) != self.cfg.n_layers:
             raise ValueError(f"the cache has {len(cache)} layers, the model {self.cfg.n_layers}")
         lengths = {cache[layer].length for layer in layers}
@@ -429,6 +507,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         padding_side: str | None = None,
         attention_mask: Tensor | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
     ) -> tuple[Residual, Int[Tensor, "batch pos"], Tensor | None, Tensor | None]:
         """What enters the first block: (residual, tokens, shortformer_pos_embed,
         attention_mask)."""
@@ -436,6 +515,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             input, prepend_bos, padding_side, attention_mask, past_kv_cache
         )
         context = self._context(tokens, range(self.cfg.n_layers), mask, past_kv_cache)
+        context.token_type_ids = self._checked_token_types(token_type_ids, tokens)
         residual = self._embedded(tokens, context)
         self._add_shortformer_positions(context, None)
         return residual, tokens, context.shortformer_pos_embed, context.attention_mask
@@ -502,6 +582,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         own = Unembed(self.cfg)
         own.W_U = nn.Parameter(shared.W_U.detach().T.clone().T)
         own.b_U, own.hook_in, own.hook_out = shared.b_U, shared.hook_in, shared.hook_out
+        own.transform = shared.transform
         self.unembed = own
         self.setup()
 

@@ -25,7 +25,8 @@ class TransformerBlock(Component):
         resid_post ─────────────┘
 
     `hook_attn_out` and `hook_mlp_out` are what is added, after any norm or scale behind the
-    sublayer, so resid_pre + attn_out = resid_mid and resid_mid + mlp_out = resid_post hold exactly.
+    sublayer, so resid_pre + attn_out = resid_mid and resid_mid + mlp_out = resid_post hold exactly
+    (`StreamNormBlock` is the exception).
     """
 
     def __init__(self, cfg: HookedTransformerConfig, spec: BlockSpec) -> None:
@@ -55,7 +56,7 @@ class TransformerBlock(Component):
         """[batch, pos, d_model] in and out."""
         resid_pre = self.hook_resid_pre(resid_pre)
         attn_out = self.hook_attn_out(self.scaled(self.attention_branch(resid_pre, context)))
-        resid_mid = resid_pre + attn_out
+        resid_mid = self.after_attention(resid_pre + attn_out)
         if self.spec.mlp is None:
             return self.hook_resid_post(resid_mid)
         if self.spec.parallel:
@@ -65,7 +66,7 @@ class TransformerBlock(Component):
         if self.hook_mlp_in.listened:
             mlp_in = self.hook_mlp_in(mlp_in.clone())
         mlp_out = self.hook_mlp_out(self.scaled(self.mlp_branch(mlp_in)))
-        return self.hook_resid_post(resid_mid + mlp_out)
+        return self.hook_resid_post(self.after_mlp(resid_mid + mlp_out))
 
     def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
         """Norm, attention, and the norm behind it where there is one."""
@@ -74,6 +75,14 @@ class TransformerBlock(Component):
     def mlp_branch(self, x: Residual) -> Residual:
         """Norm, MLP, and the norm behind it where there is one."""
         return self.ln2_post(self.mlp(self.ln2(x)))
+
+    def after_attention(self, x: Residual) -> Residual:
+        """What becomes of the stream once attention has added to it: nothing, most often."""
+        return x
+
+    def after_mlp(self, x: Residual) -> Residual:
+        """The same after the MLP."""
+        return x
 
     def scaled(self, out: Residual) -> Residual:
         """Times the residual multiplier."""
@@ -144,6 +153,23 @@ class PostNormBlock(TransformerBlock):
         return self.ln2(self.mlp(x))
 
 
+class StreamNormBlock(TransformerBlock):
+    """A block whose norms hold the stream itself (arXiv 1706.03762): resid_mid = ln1(resid_pre +
+    attn_out), resid_post = ln2(resid_mid + mlp_out)."""
+
+    def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
+        return self.attn(*self.attention_inputs(x, Absent(), context), context)
+
+    def mlp_branch(self, x: Residual) -> Residual:
+        return self.mlp(x)
+
+    def after_attention(self, x: Residual) -> Residual:
+        return self.ln1(x)
+
+    def after_mlp(self, x: Residual) -> Residual:
+        return self.ln2(x)
+
+
 def per_head(x: Residual, n_heads: int) -> Float[Tensor, "batch pos head d_model"]:
     """The stream once per head: a view, expanded."""
     return x[:, :, None].expand(-1, -1, n_heads, -1)
@@ -158,5 +184,5 @@ def build_mlp(cfg: HookedTransformerConfig, spec: MLPSpec | MoESpec) -> MLP | Mi
 
 def build_block(cfg: HookedTransformerConfig, spec: BlockSpec) -> TransformerBlock:
     """The class whose norms stand where the spec says."""
-    kind = PostNormBlock if spec.norm_place == "post" else TransformerBlock
-    return kind(cfg, spec)
+    kinds = {"post": PostNormBlock, "stream": StreamNormBlock}
+    return kinds.get(spec.norm_place, TransformerBlock)(cfg, spec)

@@ -105,6 +105,7 @@ class ForwardContext(Memo):
         attention_mask: [batch, key_pos] of 0 and 1 over cached and new positions, None when no
             position is padding.
         shortformer_pos_embed: [row, pos, d_model], added to what makes queries and keys.
+        token_type_ids: [batch, pos] of the new tokens; None: all are of the first type.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class ForwardContext(Memo):
         attention_mask: Int[Tensor, "batch key_pos"] | None = None,
         cache: KeyValueCache | None = None,
         shortformer_pos_embed: Float[Tensor, "row pos d_model"] | None = None,
+        token_type_ids: Int[Tensor, "batch pos"] | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
@@ -128,6 +130,7 @@ class ForwardContext(Memo):
         self.attention_mask = attention_mask
         self.cache = cache
         self.shortformer_pos_embed = shortformer_pos_embed
+        self.token_type_ids = token_type_ids
 
     # -- positions --
 

@@ -7,23 +7,30 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from transformer_lens_lite.components.activations import build_activation
 from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.components.storage import transposed
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 
+NO_LOGITS = (
+    "this model has no unembedding, so it has no logits and no loss: it ends with its residual "
+    "stream. Ask for return_type='residual', or for None and look at the hooks"
+)
+
 
 class Embed(Component):
-    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with
-    `post_embedding_ln`."""
+    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with `post_embedding_ln`,
+    unless that norm waits for the positions."""
 
     def __init__(self, cfg: HookedTransformerConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
         self.scale = cfg.embed_scale
-        self.ln = build_norm(cfg.norm_spec(kind="LN")) if cfg.post_embedding_ln else Absent()
+        follows = cfg.post_embedding_ln and not cfg.post_embedding_ln_last
+        self.ln = build_norm(cfg.norm_spec(kind="LN")) if follows else Absent()
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         """Rows of `W_E`. ValueError naming the id when one is not in the vocabulary (on the
@@ -70,15 +77,54 @@ class PosEmbed(Component):
         return torch.embedding(self.W_pos, context.positions) * mask[..., None].to(self.W_pos.dtype)
 
 
-class Unembed(Component):
-    """Logits: x `W_U` [d_model, d_vocab_out] + `b_U`."""
+class TokenTypeEmbed(Component):
+    """What kind of token stands where, `W_token_type` [type, d_model]: the first or second of two
+    texts, in BERT."""
 
     def __init__(self, cfg: HookedTransformerConfig) -> None:
         super().__init__()
         self.cfg = cfg
+        self.W_token_type = nn.Parameter(torch.empty(cfg.n_token_types, cfg.d_model))
+
+    def forward(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
+        """The rows of the new tokens' types; the first for all when none are given."""
+        if context.token_type_ids is None:
+            return self.W_token_type[:1, None]
+        return torch.embedding(self.W_token_type, context.token_type_ids)
+
+
+class UnembedTransform(Component):
+    """One more layer before the unembedding, in masked language models:
+    ln(act(x `W_dense` [d_model, d_model] + `b_dense`))."""
+
+    def __init__(self, cfg: HookedTransformerConfig, act_fn: str) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.W_dense = transposed(cfg.d_model, cfg.d_model)
+        self.b_dense = nn.Parameter(torch.zeros(cfg.d_model))
+        self.act_fn = build_activation(act_fn)
+        self.hook_pre = HookPoint()  # [batch, pos, d_model]
+        self.hook_post = HookPoint()  # [batch, pos, d_model], before the norm
+        self.ln = build_norm(cfg.norm_spec(kind="LN"))
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the unembedding reads."""
+        pre = self.hook_pre(F.linear(x, self.W_dense.T, self.b_dense))
+        return self.ln(self.hook_post(self.act_fn(pre)))
+
+
+class Unembed(Component):
+    """Logits: x `W_U` [d_model, d_vocab_out] + `b_U`; x goes through `transform` first where there
+    is one."""
+
+    def __init__(self, cfg: HookedTransformerConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        act_fn = cfg.unembed_act_fn
+        self.transform = Absent() if act_fn is None else UnembedTransform(cfg, act_fn)
         self._make_weight()
         self.b_U = nn.Parameter(torch.zeros(cfg.d_vocab_out))
-        self.hook_in = HookPoint()  # [batch, pos, d_model]
+        self.hook_in = HookPoint()  # [batch, pos, d_model], what W_U multiplies
         self.hook_out = HookPoint()  # [batch, pos, d_vocab_out], before any scaling or softcap
 
     def _make_weight(self) -> None:
@@ -88,7 +134,8 @@ class Unembed(Component):
         self, x: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_vocab_out"]:
         """Project onto the vocabulary."""
-        return self.hook_out(F.linear(self.hook_in(x), self.matrix(), self.b_U))
+        read = self.hook_in(self.transform(x))
+        return self.hook_out(F.linear(read, self.matrix(), self.b_U))
 
     def matrix(self) -> Float[Tensor, "d_vocab_out d_model"]:
         """What `F.linear` takes."""
@@ -145,6 +192,16 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(b), b)
 
 
-def build_unembed(cfg: HookedTransformerConfig, embed: Embed) -> Unembed:
+class NoUnembed(Component):
+    """Where a model ends with its stream, as encoders do without a head."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """ValueError: there are no logits."""
+        raise ValueError(NO_LOGITS)
+
+
+def build_unembed(cfg: HookedTransformerConfig, embed: Embed) -> Unembed | NoUnembed:
     """Tied to `embed` or with a weight of its own, as the config says."""
+    if not cfg.unembedding:
+        return NoUnembed()
     return TiedUnembed(cfg, embed) if cfg.tie_word_embeddings else Unembed(cfg)
