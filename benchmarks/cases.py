@@ -1,14 +1,15 @@
 """What is measured, against Hugging Face in the same process; returns rows of a table."""
 
+import functools
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
-from benchmarks.models import hugging_face, prompt
+from benchmarks.models import hugging_face, large_llama, mixture, prompt
 from benchmarks.pairs import compare, cpu_time
 from transformer_lens_lite import HookedTransformer, KeyValueCache
 
@@ -69,6 +70,20 @@ def generate() -> Iterator[Row]:
 
 
 @torch.no_grad()
+def experts() -> Iterator[Row]:
+    """Mixtures of few large and of many small experts, beside Hugging Face's own kernels."""
+    for name in ("mixtral", "qwen3_moe"):
+        hf_model = mixture(name)
+        model = ours_from(hf_model)
+        for batch, length in ((1, 1), (1, 16), (8, 64)):
+            tokens = torch.randint(1000, (batch, length))
+            ratio = compare(
+                functools.partial(model, tokens), functools.partial(hf_model, tokens), 9
+            )
+            yield f"{name} {batch}×{length}", f"{ratio} × HF", "≤ 1.00", milliseconds(ratio)
+
+
+@torch.no_grad()
 def prefix() -> Iterator[Row]:
     """32 suffixes of 16 tokens after a frozen prefix of 512, and 32 runs of the whole."""
     model = ours_from(hugging_face("gpt2-small"))
@@ -105,31 +120,51 @@ def bandwidth() -> Iterator[Row]:
 
 
 LOAD = """
-import resource, sys
-import torch
+import sys, time, warnings
+import torch, transformers.tokenization_utils_base
+from transformers import AutoModelForCausalLM
+import safetensors.torch, transformer_lens_lite.loading, weights_conversion  # code is no weight
 from transformer_lens_lite import HookedTransformer
-import transformers.tokenization_utils_base
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = HookedTransformer.from_pretrained_no_processing(sys.argv[1], device="cpu")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+warnings.simplefilter("ignore")
+def megabytes(field):
+    with open("/proc/self/status") as status:
+        return next(int(l.split()[1]) for l in status if l.startswith(field + ":")) / 1024
+how, folder, dtype = sys.argv[1:]
+before, start = megabytes("VmRSS"), time.perf_counter()
+if how == "hf":
+    model = AutoModelForCausalLM.from_pretrained(folder)
+else:
+    plain = HookedTransformer.from_pretrained_no_processing
+    load = plain if how == "plain" else HookedTransformer.from_pretrained
+    model = load(folder, device="cpu", dtype=dtype)
+wall, peak = time.perf_counter() - start, megabytes("VmHWM") - before
+size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+print(wall, peak, size)
 """
 
 
+def loaded(how: str, folder: str, dtype: str = "float32") -> tuple[float, float, float]:
+    """(seconds, extra peak memory in MiB, size of the model in MiB), in a process of its own."""
+    command = [sys.executable, "-c", LOAD, how, folder, dtype]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, peak, size = map(float, done.stdout.split())
+    return seconds, peak, size
+
+
 def load() -> Iterator[Row]:
-    """Extra peak memory of loading a 498 MB safetensors folder."""
+    """Time and extra peak memory of loading a folder of safetensors shards."""
     with tempfile.TemporaryDirectory() as folder:
-        hugging_face("gpt2-small").save_pretrained(folder)
-        size = (Path(folder) / "model.safetensors").stat().st_size
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD, folder], check=True, capture_output=True, text=True
-        )
-        extra = int(done.stdout.split()[-1]) * 1024
-    yield (
-        "load, extra peak memory",
-        f"{extra / size:.1%} of the file",
-        "≤ 5 %",
-        f"{size / 1e6:.0f} MB safetensors, mapped",
-    )
+        large_llama().save_pretrained(folder, max_shard_size="150MB")
+        times = [(loaded("plain", folder)[0], loaded("hf", folder)[0]) for _ in range(3)]
+        ratio = statistics.median(ours / theirs for ours, theirs in times)
+        yield "load, wall time", f"{ratio:.2f} × HF", "≤ 0.70", ""
+        _, peak, size = loaded("plain", folder)
+        note = f"{size:.0f} MiB, mapped"
+        yield "load, extra peak memory", f"{peak / size:.0%} of the file", "≤ 5 %", note
+        for how, dtype in (("processed", "float32"), ("plain", "bf16"), ("processed", "bf16")):
+            _, peak, size = loaded(how, folder, dtype)
+            over, note = peak / size - 1, f"{size:.0f} MiB model"
+            yield f"load {how}, {dtype}, peak", f"{over:+.0%} over the model", "≤ +15 %", note
 
 
 def idle_hook() -> Iterator[Row]:
@@ -160,6 +195,7 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
     "forward": forward,
     "cached_run": cached_run,
     "generate": generate,
+    "experts": experts,
     "prefix": prefix,
     "bandwidth": bandwidth,
     "load": load,

@@ -316,7 +316,8 @@ class ByHand:
             gate = torch.where(gate > cfg.expert_limit, cfg.expert_limit, gate)
             linear = linear.clamp(-cfg.expert_limit, cfg.expert_limit)
         post = ACTIVATIONS[cfg.act_fn](gate) * (linear + cfg.expert_offset)
-        return post @ self[f"{name}.W_out"] + self[f"{name}.b_out"]
+        out = post @ self[f"{name}.W_out"]
+        return out + self[f"{name}.b_out"] if cfg.gated_mlp_biases else out
 
     def one_mlp(self, x: Tensor, name: str) -> Tensor:
         cfg = self.cfg

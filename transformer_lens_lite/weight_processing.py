@@ -213,8 +213,10 @@ class FoldLayerNorm(Step):
         if cfg.gated_mlp_biases:
             for name in [name for name in weights if name.endswith(".W_gate")]:
                 zeros = torch.zeros_like(weights[name][0])
+                mlp = name.removesuffix("W_gate")
                 for bias in ("b_gate", "b_up"):
-                    weights.setdefault(name.removesuffix("W_gate") + bias, zeros)
+                    weights.setdefault(mlp + bias, zeros)
+                weights.setdefault(mlp + "b_out", torch.zeros_like(weights[f"{mlp}W_out"][0]))
         if cfg.router_bias and "mlp.W_router" in weights:
             weights.setdefault("mlp.b_router", torch.zeros_like(weights["mlp.W_router"][0]))
         for norm in ("ln1", "ln2", "ln_final"):
@@ -423,6 +425,12 @@ def rewritten_section(
     rounded_to: torch.dtype | None,
 ) -> State:
     """All steps on one section: widened before, rounded to the dtypes it had after."""
+    # made before anything wide, so that what is wide does not leave holes between what stays
+    places = {
+        name: torch.empty_like(tensor, dtype=rounded_to)
+        for name, tensor in narrow.items()
+        if rounded_to not in (None, tensor.dtype)
+    }
     given = {name: widened(tensor, dtype) for name, tensor in narrow.items()}
     wide = Section(given)
     for step in steps:
@@ -433,13 +441,14 @@ def rewritten_section(
         before = narrow[name if name in narrow else matrix_of(name)]
         unchanged = tensor is given.pop(name, None)
         wanted = before.dtype if rounded_to is None else rounded_to
-        new[name] = before.to(wanted) if unchanged else tensor.to(wanted)
+        tensor = before if unchanged else tensor
+        new[name] = places[name].copy_(tensor) if name in places else tensor.to(wanted)
     return new
 
 
 def matrix_of(bias: str) -> str:
     """The matrix a new bias belongs to: folding a norm's bias makes some."""
-    return bias.replace("b_up", "W_in").replace("b_gate", "W_gate").replace("b_router", "W_router")
+    return bias.replace("b_up", "W_in").replace("b_", "W_")
 
 
 def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,6 @@ def experts(
         Map(f"{hf}.{{e}}.{gate}.weight", f"{EXPERT}W_gate", "x m -> m x"),
         Map(f"{hf}.{{e}}.{up}.weight", f"{EXPERT}W_in", "x m -> m x"),
         Map(f"{hf}.{{e}}.{down}.weight", f"{EXPERT}W_out", "m x -> x m"),
-        Zeros(f"{EXPERT}b_out", "m"),
     ]
 
 

@@ -93,7 +93,7 @@ class MixtureOfExperts(Component):
 
 class Expert(Component):
     """A gated MLP for some of the tokens: `W_gate`, `W_in` [d_model, d_mlp], `W_out` [d_mlp,
-    d_model], `b_out`, and `b_gate`, `b_up` where the spec has them.
+    d_model], and biases `b_gate`, `b_up`, `b_out` where the spec has them.
 
     Its hook points see only its own tokens, [token, d_mlp]: batch and position are one axis, in
     order. They are called only when the expert has any.
@@ -101,6 +101,7 @@ class Expert(Component):
 
     b_gate: nn.Parameter | None
     b_up: nn.Parameter | None
+    b_out: nn.Parameter | None
 
     def __init__(self, spec: MoESpec) -> None:
         super().__init__()
@@ -108,10 +109,9 @@ class Expert(Component):
         self.W_gate = transposed(spec.d_model, spec.d_mlp)
         self.W_in = transposed(spec.d_model, spec.d_mlp)
         self.W_out = transposed(spec.d_mlp, spec.d_model)
-        for name in ("b_gate", "b_up"):
-            bias = nn.Parameter(torch.zeros(spec.d_mlp)) if spec.gated_biases else None
+        for name, width in (("b_gate", spec.d_mlp), ("b_up", spec.d_mlp), ("b_out", spec.d_model)):
+            bias = nn.Parameter(torch.zeros(width)) if spec.gated_biases else None
             self.register_parameter(name, bias)
-        self.b_out = nn.Parameter(torch.zeros(spec.d_model))
         self.act_fn = build_activation(spec.act_fn)
         self.hook_gate = HookPoint(optional=True, pos_axis=None)  # [token, d_mlp]
         self.hook_pre = HookPoint(optional=True, pos_axis=None)  # [token, d_mlp]
@@ -121,10 +121,10 @@ class Expert(Component):
         """What the expert has to say about these tokens."""
         gate = self.hook_gate(F.linear(x, self.W_gate.T, self.b_gate))
         pre = self.hook_pre(F.linear(x, self.W_in.T, self.b_up))
-        limit = self.spec.limit
+        limit, offset = self.spec.limit, self.spec.offset
         if limit is not None:
             gate, pre = gate.clamp(max=limit), pre.clamp(-limit, limit)
-        post = self.hook_post(self.act_fn(gate) * (pre + self.spec.offset))
+        post = self.hook_post(self.act_fn(gate) * (pre if offset == 0.0 else pre + offset))
         return F.linear(post, self.W_out.T, self.b_out)
 
 

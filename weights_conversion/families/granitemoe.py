@@ -9,7 +9,7 @@ from weights_conversion.experts import EXPERT, router, with_experts
 from weights_conversion.families import granite, llama
 from weights_conversion.families.mixtral import MOE, TRAINING_ONLY
 from weights_conversion.fields import Reading
-from weights_conversion.table import Map, Row, Zeros
+from weights_conversion.table import Map, Row
 
 
 def read_config(reading: Reading) -> dict[str, Any]:
@@ -39,7 +39,6 @@ def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
         router(f"{MOE}router.layer.weight"),
         Map(f"{MOE}input_linear.weight", gate_and_up, "e (s x) m -> e s m x"),
         Map(f"{MOE}output_linear.weight", f"{EXPERT}W_out", "e m x -> e x m"),
-        Zeros(f"{EXPERT}b_out", "m"),
     )
 
 

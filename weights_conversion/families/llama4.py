@@ -10,7 +10,7 @@ from weights_conversion.families import llama
 from weights_conversion.families.llama import BLOCK
 from weights_conversion.families.mixtral import TRAINING_ONLY
 from weights_conversion.fields import Reading
-from weights_conversion.table import Map, Row, Zeros
+from weights_conversion.table import Map, Row
 
 MOE = f"{BLOCK}feed_forward."
 # Hugging Face's "1" in no_rope_layers is a layer that does turn
@@ -120,7 +120,6 @@ def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
         router(f"{MOE}router.weight"),
         Map(f"{MOE}experts.gate_up_proj", inner, "e m (s x) -> e s m x"),
         Map(f"{MOE}experts.down_proj", f"{EXPERT}W_out", "e x m"),
-        Zeros(f"{EXPERT}b_out", "m"),
         *shared_expert(f"{MOE}shared_expert"),
     )
 
