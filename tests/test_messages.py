@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from transformer_lens_lite import HookedTransformer
+from transformer_lens_lite.root_module import checked_pairs
 
 
 def test_an_additive_mask_is_refused() -> None:
@@ -41,3 +42,36 @@ def test_too_long_a_text_is_refused_and_not_cut() -> None:
 def test_a_short_hook_name_gets_its_full_one() -> None:
     with pytest.raises(ValueError, match=r"'hook_z'. Did you mean 'blocks.0.attn.hook_z'"):
         native.build().run_with_cache(native.tokens(1, 3), names_filter="hook_z")
+
+
+# --- names that are nearly right, and hooks that cannot be called ---------------------------------
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    model = native.build()
+    with pytest.raises(TypeError, match=r"no argument 'max_new_token'.*'max_new_tokens'"):
+        model.generate(native.tokens(), max_new_token=3)
+    with pytest.raises(TypeError, match=r"no argument 'temprature'.*'temperature'"):
+        model.generate_stream(native.tokens(), temprature=1.0)
+    for load in (
+        HookedTransformer.from_pretrained,
+        HookedTransformer.from_pretrained_no_processing,
+    ):
+        with pytest.raises(TypeError, match=r"no argument 'devise'.*'device'"):
+            load("tiny-lens", devise="cpu")
+
+
+def test_a_hook_that_cannot_be_called_is_refused_when_it_is_attached() -> None:
+    model = native.build()
+
+    def without_point(value):
+        return value
+
+    name = "blocks.0.hook_resid_pre"
+    with pytest.raises(TypeError, match=rf"'{name}' is called as without_point\(tensor, hook="):
+        model.run_with_hooks(native.tokens(), fwd_hooks=[(name, without_point)])
+    # in tests the annotation of `fwd_hooks` refuses a bare pair first
+    with pytest.raises(TypeError, match="must be a list of .* pairs"):
+        checked_pairs((name, lambda value, hook: None), "fwd")
+    assert model.list_hooks() == {}
+    assert model.context_level == 0

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from transformer_lens_lite.config import HookedTransformerConfig, parse_dtype
+from transformer_lens_lite.config import HookedTransformerConfig, names_the_nearest, parse_dtype
 
 
 class CheckpointMethods:
@@ -21,6 +21,7 @@ class CheckpointMethods:
     processed: frozenset[str] = frozenset()
 
     @classmethod
+    @names_the_nearest
     def from_pretrained(
         cls,
         model_name: str | PathLike[str] | None = None,

@@ -6,13 +6,15 @@ count layers or look at an architecture's name.
 """
 
 import difflib
+import functools
+import inspect
 import json
 import math
 import pprint
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,6 +58,25 @@ def closest(name: str, known: Iterable[str], n: int = 3) -> str:
     """The tail of an error message: " Did you mean 'a' or 'b'?", or nothing."""
     matches = difflib.get_close_matches(name, [str(k) for k in known], n=n, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def names_the_nearest(function: Function) -> Function:
+    """The TypeError for an unknown keyword argument says which known one comes closest."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}.{closest(name, known)}"
+                )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

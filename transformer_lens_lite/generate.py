@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from transformer_lens_lite.config import names_the_nearest
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.sampling import Number, check_sampling, sample_logits
 from transformer_lens_lite.tokens import is_text
@@ -162,6 +163,7 @@ class Generation:
 # --- from arguments to a generation ---------------------------------------------------------------
 
 
+@names_the_nearest
 def start_generation(
     model: Any,
     input: Any,
@@ -416,6 +418,7 @@ class GenerationMethods:
 
     tokenizer: Any
 
+    @names_the_nearest
     def generate(
         self,
         input: Any = "",

@@ -8,6 +8,7 @@ replacement of the same shape. A backward hook gets the gradient of the activati
 gradient, a 1-tuple of one, or None.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -160,6 +161,24 @@ class LensHandle:
         return f"<{self.direction} hook {name}{' ' + ', '.join(marks) if marks else ''}>"
 
 
+def check_hook(hook: Any, name: str | None) -> None:
+    """TypeError for what cannot be called as `hook(tensor, hook=point)`."""
+    if not callable(hook):
+        raise TypeError(f"a hook must be callable, got {type(hook).__name__}")
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # some builtins do not say
+    try:
+        signature.bind(None, hook=None)
+    except TypeError as error:
+        called = getattr(hook, "__name__", repr(hook))
+        raise TypeError(
+            f"a hook on {name!r} is called as {called}(tensor, hook=point), but it takes "
+            f"{signature}: {error}"
+        ) from None
+
+
 class HookAlias:
     """What a hook registered under an alias gets as `hook`: the point, under another name."""
 
@@ -257,8 +276,7 @@ class HookPoint(Component):
         Raises: ValueError for another `dir`; TypeError when `hook` is not callable.
         """
         handles = self.handles(dir)
-        if not callable(hook):
-            raise TypeError(f"a hook must be callable, got {type(hook).__name__}")
+        check_hook(hook, self.name)
         handle = LensHandle(self, hook, dir, is_permanent, level, alias_names)
         handles.insert(0 if prepend else len(handles), handle)
         return handle

@@ -208,7 +208,7 @@ class HookedRootModule(Component):
         wanted = [
             (name, hook, direction)
             for direction, pairs in directions
-            for name_or_filter, hook in pairs
+            for name_or_filter, hook in checked_pairs(pairs, direction)
             for name in self.resolve_names(name_or_filter)
         ]
         with self._attached(wanted, reset_hooks_end, clear_contexts):
@@ -364,6 +364,17 @@ class HookedRootModule(Component):
                 output.backward()
         keep.part_from(output)
         return output, keep.cache
+
+
+def checked_pairs(pairs: Any, direction: Direction) -> Any:
+    """The pairs themselves. TypeError when they are no list of (name, function) pairs."""
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
+            raise TypeError(
+                f"{direction}_hooks must be a list of (name or filter, function) pairs, such as "
+                f"[('blocks.0.hook_resid_pre', function)]; one of its items is {pair!r}"
+            )
+    return pairs
 
 
 class _Keep:
