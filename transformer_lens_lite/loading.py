@@ -571,6 +571,7 @@ def load_pretrained(
         ValueError: a checkpoint or config that is damaged, unsupported, or not wholly understood.
     """
     checkpoint = open_checkpoint(model_name, hf_model, hf_config, revision)
+    checkpoint.config = _conversion().completed(checkpoint.config, checkpoint.names())
     overrides: dict[str, Any] = {
         "device": default_device() if device is None else device,
         "dtype": parse_dtype(dtype),

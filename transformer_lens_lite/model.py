@@ -321,7 +321,6 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             raise ValueError("token_type_ids were given, but this model has no token types")
         if not isinstance(types, Tensor) or types.is_floating_point():
             raise ValueError("token_type_ids must be a tensor of integers")
-        types = types if types.ndim == 2 else types[None]
         if types.shape != tokens.shape:
             raise ValueError(
                 f"token_type_ids must be {list(tokens.shape)}, as the tokens are, got "

@@ -1,5 +1,6 @@
 """Checkpoints of other libraries as two-way tables: one small file per family, one engine.
 
+completed(hf_config, names)                     the config with what only the tensors tell
 architecture_for(hf_config)                     which family a Hugging Face config belongs to
 register_architecture("my_type", architecture)  teach it another one
 export_config(cfg, needs, original)             the Hugging Face config of a native model
@@ -33,6 +34,7 @@ __all__ = [
     "Zeros",
     "architecture_for",
     "check_angles",
+    "completed",
     "differences",
     "export_config",
     "first_layers",
@@ -113,6 +115,18 @@ def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
         f"model_type {model_type!r} is not supported.{closest(model_type, _REGISTRY)} "
         f"Supported: {supported()}; weights_conversion.register_architecture adds others"
     )
+
+
+def completed(hf_config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """A Hugging Face config, its `architectures` true to the names of the checkpoint's tensors.
+
+    A config can name the class that a checkpoint was cut out of; nothing else in it tells whether
+    the head is there.
+    """
+    architecture = _REGISTRY.get(str(hf_config.get("model_type")))
+    if architecture is None or not architecture.headless_class:
+        return dict(hf_config)
+    return {**hf_config, "architectures": [architecture.class_of(names)]}
 
 
 def export_config(

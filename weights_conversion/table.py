@@ -3,9 +3,9 @@
     Map("model.layers.{i}.self_attn.q_proj.weight", "blocks.{i}.attn.W_Q", "(n h) m -> n m h")
 
 Letters are sizes: n heads, k key/value heads, g = n/k, h d_head, m d_model, f d_mlp, v d_vocab,
-u d_vocab_out, c n_ctx, r reserved positions, e experts, x d_expert, y d_shared_expert. Importing
-applies the pattern, exporting swaps the sides of its arrow. `{i}` runs over the layers, `{e}` over
-the experts of a layer.
+u d_vocab_out, c n_ctx, r reserved positions, t token types, e experts, x d_expert, y
+d_shared_expert. Importing applies the pattern, exporting swaps the sides of its arrow. `{i}` runs
+over the layers, `{e}` over the experts of a layer.
 
 Rows rename, reshape, split and stack; they never do arithmetic, so a round trip is bit-exact. What
 a pattern gives is a *view* of the checkpoint's matrix wherever strides can express it: a forward
@@ -79,18 +79,23 @@ class Zeros:
 class Tied:
     """A Hugging Face name for a tensor that is already another one: the head of a tied model.
 
-    Files omit it or repeat it. `native` is not a parameter of its own in the model either.
+    Files omit it or repeat it. `native` is not a parameter of its own in the model either; None:
+    the model has but one name for both. `unread`: Hugging Face reads `source` alone, so the two may
+    differ.
     """
 
     hf: str
     source: str
-    native: str
+    native: str | None
+    unread: bool = False
 
 
 Row = Map | Zeros | Tied
 
 
 def natives_of(row: Row) -> tuple[str, ...]:
+    if row.native is None:
+        return ()
     return row.native if isinstance(row.native, tuple) else (row.native,)
 
 
@@ -137,6 +142,7 @@ def sizes_of(cfg: HookedTransformerConfig) -> dict[str, int]:
         "u": cfg.d_vocab_out,
         "c": cfg.n_ctx,
         "r": cfg.reserved_positions,
+        "t": cfg.n_token_types,
         "e": cfg.num_experts or 0,
         "x": cfg.d_expert or cfg.d_mlp or 0,
         "y": cfg.d_shared_expert or 0,
@@ -300,6 +306,9 @@ class Architecture:
     ignore: names of tensors that carry nothing, with the reason.
     cosmetic: config fields without effect on the logits, with the reason.
     optional_prefix: a prefix that some checkpoints leave out.
+    headless_class: the class of checkpoints without a single tensor whose name starts with
+        `head_prefix`; `architectures` of their configs says so.
+    old_names: endings of names, and what old files have instead.
     """
 
     model_type: str
@@ -311,6 +320,14 @@ class Architecture:
     cosmetic: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
+    headless_class: str = ""
+    head_prefix: str = ""
+    old_names: Mapping[str, str] = field(default_factory=dict)
+
+    def class_of(self, names: Iterable[str]) -> str:
+        """Hugging Face's class of a checkpoint with these tensors."""
+        headless = self.headless_class and not any(n.startswith(self.head_prefix) for n in names)
+        return self.headless_class if headless else self.hf_class
 
     def reading(self, hf_config: Mapping[str, Any], where: str = "the config") -> Reading:
         return Reading(hf_config, where, self.aliases)
@@ -412,8 +429,14 @@ class Table:
                 for layer in _layers(row, layers) if "{i}" in row.hf else range(1):
                     yield from _place(row, layer, self.sizes)
 
-    def _variants(self, name: str) -> tuple[str, str]:
-        return name, name.removeprefix(self.architecture.optional_prefix)
+    def _variants(self, name: str) -> list[str]:
+        prefix = self.architecture.optional_prefix
+        bare = name.removeprefix(prefix)
+        found = [name, bare, prefix + bare]
+        for new, old in self.architecture.old_names.items():
+            if name.endswith(new):
+                found += [variant.removesuffix(new) + old for variant in found]
+        return found
 
     # -- Hugging Face -> native --
 
@@ -452,7 +475,7 @@ class Table:
             tensors = [self._read(source, found[name], placed.hf_shape) for name in placed.hf]
             yield from zip(placed.native, placed.to_native(tensors), strict=True)
         for row in self.tied:
-            if row.hf in found:  # both names are in the checkpoint
+            if row.hf in found and not row.unread:  # both names are in the checkpoint
                 _check_tied(source, found[row.source], found[row.hf])
 
     def _read(self, source: TensorSource, name: str, shape: tuple[int, ...]) -> AnyShape:
@@ -490,7 +513,8 @@ class Table:
     def _refuse_homeless(self, state: Mapping[str, AnyShape]) -> None:
         family = self.architecture.model_type
         exported = {name for placed in self.maps for name in placed.native}
-        known = exported | set(self.zeros) | {row.native for row in self.tied}
+        tied = {row.native for row in self.tied if row.native is not None}
+        known = exported | set(self.zeros) | tied
         if missing := sorted(exported - set(state)):
             raise ValueError(f"the model lacks what a {family} checkpoint holds: {_some(missing)}")
         if extra := sorted(set(state) - known):
@@ -545,7 +569,8 @@ def behaviour(cfg: HookedTransformerConfig) -> dict[str, Any]:
     """What a config means, field by field: equal behaviour, equal logits."""
     names = (
         "n_layers d_model d_vocab d_vocab_out tie_word_embeddings positional_embedding_type "
-        "reserved_positions post_embedding_ln output_logits_soft_cap embed_scale logit_scale "
+        "reserved_positions post_embedding_ln post_embedding_ln_last n_token_types unembedding "
+        "unembed_act_fn output_logits_soft_cap embed_scale logit_scale "
         "attn_only"
     )
     result = {name: getattr(cfg, name) for name in names.split()}

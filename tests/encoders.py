@@ -1,0 +1,105 @@
+"""Tiny Hugging Face encoders, loud and of awkward sizes: what `tiny` is for causal models.
+
+hf_model = encoders.build("bert")                      # with the masked language model's head
+hf_model = encoders.build("bert", headless=True)       # the encoder alone
+"""
+
+import copy
+from typing import Any
+
+import tiny
+import torch
+from torch import Tensor, nn
+
+BERT = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 38,
+    "max_position_embeddings": 48,
+    "type_vocab_size": 4,
+    "layer_norm_eps": 1e-3,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "bert": BERT,
+    "roberta": {**BERT, "type_vocab_size": 1},
+    "xlm-roberta": {**BERT, "type_vocab_size": 1},
+    "camembert": {**BERT, "type_vocab_size": 1},
+    "distilbert": {
+        "vocab_size": 61,
+        "dim": 24,
+        "n_layers": 3,
+        "n_heads": 3,
+        "hidden_dim": 38,
+        "max_position_embeddings": 48,
+    },
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "bert_untied": ("bert", {"tie_word_embeddings": False}),
+    "bert_relu": ("bert", {"hidden_act": "relu", "num_attention_heads": 4}),
+    "roberta": ("roberta", {}),
+    "roberta_relu": ("roberta", {"hidden_act": "relu"}),  # not in its head
+    "roberta_pad_0": ("roberta", {"pad_token_id": 0, "type_vocab_size": 3}),
+    "roberta_pad_4": ("roberta", {"pad_token_id": 4, "tie_word_embeddings": False}),
+    "xlm_roberta": ("xlm-roberta", {}),
+    "camembert": ("camembert", {}),
+    "distilbert": ("distilbert", {}),
+    "distilbert_relu": ("distilbert", {"activation": "relu", "n_heads": 4}),
+    "distilbert_untied": ("distilbert", {"tie_word_embeddings": False}),
+}
+FAMILIES = {model_type: name for name, (model_type, _) in reversed(VARIANTS.items())}
+# changes of a config that change what the model computes
+FIELDS: list[tuple[str, dict[str, Any]]] = [
+    ("bert", {"hidden_act": "gelu_new"}),
+    ("bert", {"layer_norm_eps": 1e-5}),
+    ("bert", {"num_attention_heads": 4}),
+    ("roberta", {"hidden_act": "relu"}),
+    ("roberta", {"pad_token_id": 3}),
+    ("distilbert", {"activation": "relu"}),
+    ("distilbert", {"n_heads": 4}),
+]
+
+
+def config(name: str, **changes: Any) -> Any:
+    """The Hugging Face config of a variant."""
+    from transformers import CONFIG_MAPPING
+
+    model_type, own = VARIANTS[name]
+    return CONFIG_MAPPING[model_type](**copy.deepcopy({**SIZES[model_type], **own, **changes}))
+
+
+def build(name: str, headless: bool = False, seed: int = 0, **changes: Any) -> Any:
+    """A loud Hugging Face model of a variant."""
+    from transformers import AutoModel, AutoModelForMaskedLM
+
+    kind = AutoModel if headless else AutoModelForMaskedLM
+    made = kind.from_config(config(name, **changes), attn_implementation="eager")
+    return tiny.loud(made, seed)
+
+
+def read(folder: Any, headless: bool = False, **arguments: Any) -> Any:
+    """A saved Hugging Face model."""
+    from transformers import AutoModel, AutoModelForMaskedLM
+
+    kind = AutoModel if headless else AutoModelForMaskedLM
+    return kind.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
+
+
+def tokens(batch: int = 2, length: int = 31) -> Tensor:
+    """Random ids, none of which is a padding token: RoBERTa counts positions by those."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(7, 61, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def run(hf_model: nn.Module, ids: Tensor, mask: Tensor | None = None, **arguments: Any) -> Any:
+    """A Hugging Face forward in which positions count the tokens that the mask leaves."""
+    if mask is not None:
+        hf_config: Any = hf_model.config
+        first = hf_config.pad_token_id + 1 if hf_config.model_type != "bert" else 0
+        first = 0 if hf_config.model_type == "distilbert" else first
+        positions = (mask.cumsum(1) - 1).clamp(min=0) + first
+        arguments |= {"attention_mask": mask, "position_ids": positions}
+    return hf_model(ids, output_hidden_states=True, output_attentions=True, **arguments)
