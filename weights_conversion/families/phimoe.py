@@ -15,18 +15,19 @@ from weights_conversion.table import Map, Row, optional, override
 
 def read_config(reading: Reading) -> dict[str, Any]:
     reading.require("mlp_bias", False, "experts of this family have no biases")
-    scaled = reading.mapping("rope_parameters") or reading.mapping("rope_scaling")
-    if scaled.get("rope_type", scaled.get("type", "default")) not in (None, "default"):
-        raise ValueError(
-            f"{reading.where}: rope parameters: scaled positions of phimoe have factors "
-            "(short_mscale, long_mscale) that are not supported"
-        )
-    reading.require("original_max_position_embeddings", None, "only scaled positions have one")
+    for name in ("rope_parameters", "rope_scaling"):
+        if scaled := reading.mapping(name):
+            reading.config[name] = with_one_factor(scaled, reading.where)
+    # Past the original length Hugging Face keeps the factors for short texts, against what was
+    # trained: up to there both agree.
+    of_scaling = ("rope_parameters", "rope_scaling")
+    lengths = [reading.mapping(n).get("original_max_position_embeddings") for n in of_scaling]
     fields = llama.read_config(reading, theta=1000000.0, n_kv=8, n_ctx=mistral.N_CTX)
     window = reading.size("sliding_window", None)
     return {
         **fields,
         **windows(["local"] * fields["n_layers"], window),
+        "n_ctx": next((n for n in lengths if n), fields["n_ctx"]),
         "normalization_type": "LN",
         "eps": reading.number("rms_norm_eps", 1e-5),
         "num_experts": reading.size("num_local_experts", 16),
@@ -36,8 +37,26 @@ def read_config(reading: Reading) -> dict[str, Any]:
     }
 
 
+def with_one_factor(scaled: dict[str, Any], where: str) -> dict[str, Any]:
+    """Rotary parameters in which what cosines and sines are multiplied by is `attention_factor`.
+
+    phimoe has one number for short texts and one for long ones; in the checkpoints they are equal.
+    """
+    short, long = scaled.pop("short_mscale", None), scaled.pop("long_mscale", None)
+    if short != long:
+        raise ValueError(
+            f"{where}: rope parameters: short_mscale={short} and long_mscale={long} differ, which "
+            "is not supported"
+        )
+    return scaled if short is None else {**scaled, "attention_factor": short}
+
+
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
     written = {k: v for k, v in llama.write_config(cfg, needs).items() if k != "mlp_bias"}
+    if written["rope_scaling"] is not None:
+        factor = cfg.rotary_spec("global").scaling.attention_factor
+        scaling = {k: v for k, v in written["rope_scaling"].items() if k != "attention_factor"}
+        written["rope_scaling"] = {**scaling, "short_mscale": factor, "long_mscale": factor}
     return {
         **written,
         "sliding_window": cfg.window_size,
