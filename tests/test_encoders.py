@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_families import NOT_BEHAVIOUR, changed
 from test_hf_parity import assert_close, load
+from tokenizers_for_tests import byte_level
 from torch import Tensor, nn
 
 from transformer_lens_lite import HookedTransformer, KeyValueCache
@@ -455,6 +456,83 @@ def test_its_logits_are_refused_before_anything_is_run(return_type: str) -> None
     for access in ("W_U", "b_U"):
         with pytest.raises(AttributeError):
             getattr(model, access)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat dog sat on a mat hello world ##s ##ing , ."
+TEXTS = ["The cats sat on a mat.", "hello", "a dog, a cat, the world"]
+
+
+@pytest.fixture(params=["bert", "roberta"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Words and their parts in [CLS] … [SEP]; bytes in <s> … </s>."""
+    from tokenizers import Tokenizer, processors
+    from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+    if request.param == "bert":
+        (tmp_path / "vocab.txt").write_text("\n".join(WORDS.split()))
+        return BertTokenizer.from_pretrained(tmp_path)
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    backend.add_special_tokens(["<s>", "<pad>", "</s>"])
+    ids = [(token, backend.token_to_id(token)) for token in ("</s>", "<s>")]
+    backend.post_processor = processors.RobertaProcessing(*ids)
+    names = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", **names)
+
+
+def reader(tokenizer: Any) -> tuple[Any, HookedTransformer]:
+    """A BERT of the tokenizer's vocabulary, theirs and ours."""
+    hf_model = encoders.build("bert", vocab_size=len(tokenizer), pad_token_id=0)
+    return hf_model, load(hf_model, tokenizer=tokenizer)
+
+
+def test_texts_become_the_tokens_of_hugging_faces_tokenizer(tokenizer: Any) -> None:
+    hf_model, model = reader(tokenizer)
+    for text in TEXTS:
+        assert model.to_tokens(text)[0].tolist() == tokenizer(text).input_ids
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+        theirs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+        tokens, mask = model.text.encode_batch(TEXTS, padding_side=side)
+        assert torch.equal(tokens, theirs.input_ids)
+        assert torch.equal(mask, theirs.attention_mask)
+    whole = tokenizer(TEXTS[0]).input_ids
+    assert model.to_tokens(TEXTS[0], prepend_bos=False)[0].tolist() == whole[1:]
+    for n in (2, 3, 5):
+        model = load(
+            encoders.build("bert", vocab_size=len(tokenizer)), n_ctx=n, tokenizer=tokenizer
+        )
+        cut = tokenizer(TEXTS[0], truncation=True, max_length=n).input_ids
+        assert model.to_tokens(TEXTS[0])[0].tolist() == cut
+        assert model.tokenizer.decode(cut[-1]) in ("[SEP]", "</s>")
+        assert len(model.to_str_tokens(TEXTS[0])) == n
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@torch.no_grad()
+def test_padded_texts_equal_hugging_faces_batch_and_each_text_alone(
+    tokenizer: Any, side: str
+) -> None:
+    hf_model, model = reader(tokenizer)
+    logits = model(TEXTS, padding_side=side)
+    tokenizer.padding_side = side
+    theirs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    real = theirs.attention_mask.bool()
+    expected = encoders.run(hf_model, theirs.input_ids, theirs.attention_mask).logits
+    assert_close(logits[real], expected[real])
+    for text, row, seen in zip(TEXTS, logits, real, strict=True):
+        assert_close(row[seen], model(text)[0], atol=2e-5)
+    # ids alone: both sides of a text are seen, so padding is found on either
+    tokens = model.to_tokens(TEXTS, padding_side=side)
+    assert_close(model(tokens, padding_side=side)[real], logits[real], atol=1e-6)
+
+
+def test_a_saved_encoder_keeps_its_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+    _, model = reader(tokenizer)
+    model.save_pretrained(tmp_path / "saved")
+    again = HookedTransformer.from_pretrained_no_processing(tmp_path / "saved", device="cpu")
+    assert torch.equal(again.to_tokens(TEXTS), model.to_tokens(TEXTS))
 
 
 # --- what makes no sense both ways ----------------------------------------------------------------

