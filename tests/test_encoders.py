@@ -14,8 +14,10 @@ from test_hf_parity import assert_close, load
 from tokenizers_for_tests import byte_level
 from torch import Tensor, nn
 
-from transformer_lens_lite import HookedTransformer, KeyValueCache
+import weights_conversion
+from transformer_lens_lite import HookedTransformer, KeyValueCache, verify
 from weights_conversion import architecture_for, differences
+from weights_conversion.families import bert
 from weights_conversion.fields import COSMETIC
 
 every_variant = pytest.mark.parametrize("name", encoders.VARIANTS)
@@ -223,6 +225,39 @@ def test_half_precision_is_no_further_from_fp32_than_hugging_face(
         ours.append((logits.float() - exact).abs().mean())
         theirs.append((hf_half(ids).logits.float() - exact).abs().mean())
     assert sum(ours) <= 1.1 * sum(theirs)
+
+
+@every_family
+@with_and_without_head
+def test_verify_finds_every_family_equal_at_every_place(
+    name: str, headless: bool, tmp_path: Path
+) -> None:
+    hf_model = encoders.build(name, headless)
+    result = verify(hf_model, tokens=encoders.tokens())
+    assert result.passed, str(result)
+    assert max(result.errors.values()) < 1e-4
+    assert (result.loss, result.of_greedy) == (None, 0)
+    assert "greedy" not in str(result)
+    points = {key.rsplit(".", 1)[-1] for key in result.errors}
+    assert points >= {"hook_q", "hook_z", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"}
+    assert points >= {"hook_pre", "hook_post"}
+    assert ("unembed.hook_in" in result.errors) is not headless
+    hf_model.save_pretrained(tmp_path)
+    of_folder = verify(tmp_path, tokens=encoders.tokens())
+    assert of_folder.passed
+    assert of_folder.errors.keys() == result.errors.keys()
+    assert verify(load(hf_model), tokens=encoders.tokens()).passed
+
+
+def test_verify_finds_a_mistake_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_config(reading: Any) -> dict[str, Any]:
+        return {**bert.read_config(reading), "act_fn": "gelu_new"}
+
+    wrong = dataclasses.replace(bert.BERT, read_config=read_config)
+    monkeypatch.setitem(weights_conversion._REGISTRY, "bert", wrong)
+    hf_model = encoders.build("bert")
+    result = verify(hf_model, tokens=encoders.tokens(), tolerance=1e-5)
+    assert result.first_difference == "blocks.0.mlp.hook_post"
 
 
 # --- there and back -------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class Verification:
     tolerance: float
     errors: dict[str, float]  # by our hook name, in the order of the forward pass
     places: dict[str, Place]
-    logits: float
-    loss: float  # difference, nats
+    logits: float  # of a model without an unembedding: its last residual stream
+    loss: float | None  # difference, nats; None for models that see both ways
     greedy: int  # tokens that agree …
     of_greedy: int  # … of these
     n_layers: int
@@ -78,11 +78,12 @@ class Verification:
         for layer in range(self.n_layers):
             error = self.of_layer(layer)
             lines.append(f"  layer {layer:>3}  {'–' if error is None else f'{error:.1e}'}")
-        lines += [
-            f"  logits     {self.logits:.1e}",
-            f"  loss       {self.loss:.1e} nats",
-            f"  greedy     {self.greedy} of {self.of_greedy} tokens equal",
-        ]
+        lines.append(f"  logits     {self.logits:.1e}")
+        if self.loss is not None:
+            lines += [
+                f"  loss       {self.loss:.1e} nats",
+                f"  greedy     {self.greedy} of {self.of_greedy} tokens equal",
+            ]
         if self.passed:
             lines.append(f"equal up to {self.tolerance:.0e}")
         else:
@@ -120,29 +121,34 @@ def verify(
     width = theirs.dtype
     _, table = as_checkpoint(ours)
     places = {place.hook: place for place in places_of(table, ours)}
-    seen, their_output = run_theirs(theirs, tokens, places.values())
-    logits, cache = ours.run_with_cache(tokens, names_filter=list(places))
-    for layer, hidden in enumerate((their_output.hidden_states or ())[1:-1]):
+    seen, their_output = run_theirs(theirs, tokens, places.values(), ours.is_causal)
+    out: str = "logits" if ours.cfg.unembedding else "residual"
+    their_end = their_output.logits if ours.cfg.unembedding else their_output.last_hidden_state
+    end, cache = ours.run_with_cache(tokens, return_type=out, names_filter=list(places))
+    layers = their_output.hidden_states or ()  # the last one is behind the final norm
+    for layer, hidden in enumerate(layers[1:-1] if ours.cfg.final_norm else layers[1:]):
         name = f"blocks.{layer}.hook_resid_post"
         seen[name] = hidden
         places[name] = Place(name, f"layer {layer} (hidden_states)", "out")
     missing = [name for name in seen if name not in cache]
-    cache = {**cache, **ours.run_with_cache(tokens, names_filter=missing)[1]} if missing else cache
+    if missing:
+        more = ours.run_with_cache(tokens, return_type=out, names_filter=missing)[1]
+        cache = {**cache, **more}
     errors = {
         name: relative_error(cache[name], seen[name]) for name in ours.hook_dict if name in seen
     }
-    loss = abs(
-        float(lm_cross_entropy_loss(logits.float(), tokens))
-        - float(lm_cross_entropy_loss(their_output.logits.float(), tokens))
-    )
-    equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
+    loss, equal, of = None, 0, 0
+    if ours.is_causal:
+        mine, other = (float(lm_cross_entropy_loss(x.float(), tokens)) for x in (end, their_end))
+        loss = abs(mine - other)
+        equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
     return Verification(
         family=table.architecture.model_type,
         dtype=width,
         tolerance=TOLERANCES[width] if tolerance is None else tolerance,
         errors=errors,
         places=places,
-        logits=relative_error(logits, their_output.logits),
+        logits=relative_error(end, their_end),
         loss=loss,
         greedy=equal,
         of_greedy=of,
@@ -156,19 +162,23 @@ def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
     if isinstance(model, HookedTransformer):
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            return model, hugging_face(folder, model.W_E.dtype).to(model.W_E.device)
+            theirs = hugging_face(folder, model.W_E.dtype, model)
+            return model, theirs.to(model.W_E.device)
     if isinstance(model, nn.Module):
         return load(hf_model=model, dtype=model.dtype, device=model.device), model.eval()
     ours = load(model, dtype=dtype)
     place = BOXED.get(str(model), model)
-    return ours, hugging_face(place, dtype).to(ours.W_E.device)
+    return ours, hugging_face(place, dtype, ours).to(ours.W_E.device)
 
 
-def hugging_face(place: str | PathLike[str], dtype: torch.dtype) -> Any:
-    """Hugging Face's model, its attention and experts computed in plain steps."""
-    from transformers import AutoModelForCausalLM
+def hugging_face(place: str | PathLike[str], dtype: torch.dtype, ours: HookedTransformer) -> Any:
+    """Hugging Face's model of the kind ours is, its attention and experts computed in plain
+    steps."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="eager")
+    kind = AutoModelForCausalLM if ours.is_causal else AutoModelForMaskedLM
+    kind = kind if ours.cfg.unembedding else AutoModel
+    model = kind.from_pretrained(place, dtype=dtype, attn_implementation="eager")
     if hasattr(model.config, "_experts_implementation"):  # the fast one refuses some sizes
         model.config._experts_implementation = "eager"
     return model.eval()
@@ -206,6 +216,12 @@ def hooks_of(native: str, model: HookedTransformer) -> Iterator[tuple[str, Side]
     cfg = model.cfg
     if native == "ln_final.w" and cfg.n_layers:
         yield f"blocks.{cfg.n_layers - 1}.hook_resid_post", "in"
+    if native == "ln_embed.w" and cfg.n_layers:
+        yield "blocks.0.hook_resid_pre", "out"
+    if native == "unembed.transform.W_dense":
+        yield "unembed.transform.hook_pre", "out"
+    if native == "unembed.transform.ln.w":
+        yield "unembed.hook_in", "out"
     if not native.startswith("blocks."):
         return
     block, name = native.rsplit(".", 1)
@@ -225,7 +241,11 @@ def hooks_of(native: str, model: HookedTransformer) -> Iterator[tuple[str, Side]
             yield f"{block}.hook_pre", "out"
         if name == "W_out":
             yield f"{block}.hook_post", "in"
-    if name == "w" and cfg.norm_place != "post":
+    if name == "w" and cfg.norm_place == "stream":
+        norms = {f"{layer}.ln1": "hook_resid_mid", f"{layer}.ln2": "hook_resid_post"}
+        if block in norms:
+            yield f"{layer}.{norms[block]}", "out"
+    elif name == "w" and cfg.norm_place != "post":
         if block == f"{layer}.ln1":
             yield f"{layer}.hook_resid_pre", "in"
         if block == f"{layer}.ln2" and not cfg.parallel_attn_mlp:
@@ -235,7 +255,9 @@ def hooks_of(native: str, model: HookedTransformer) -> Iterator[tuple[str, Side]
 # --- running and comparing ------------------------------------------------------------------------
 
 
-def run_theirs(theirs: Any, tokens: Tensor, places: Any) -> tuple[dict[str, Tensor], Any]:
+def run_theirs(
+    theirs: Any, tokens: Tensor, places: Any, is_causal: bool = True
+) -> tuple[dict[str, Tensor], Any]:
     """Values by our hook names, and the output. Modules the model does not have are passed over."""
     modules, seen, handles = dict(theirs.named_modules()), {}, []
 
@@ -251,7 +273,8 @@ def run_theirs(theirs: Any, tokens: Tensor, places: Any) -> tuple[dict[str, Tens
         for place in places:
             if place.module in modules:
                 handles.append(modules[place.module].register_forward_hook(watch(place)))
-        output = theirs(tokens, output_hidden_states=True, use_cache=False)
+        uncached = {"use_cache": False} if is_causal else {}
+        output = theirs(tokens, output_hidden_states=True, **uncached)
     finally:
         for handle in handles:
             handle.remove()
