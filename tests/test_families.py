@@ -33,6 +33,16 @@ from weights_conversion.fields import COSMETIC
 FAMILIES = {model_type: name for name, (model_type, _) in reversed(tiny.VARIANTS.items())}
 # Their frequencies depend on how long the text is, so that cached and uncached differ, in HF too.
 LENGTH_DEPENDENT = {"llama_dynamic"} | {name for name in tiny.VARIANTS if "longrope" in name}
+# Where a wrong cache or mask would show only as text goes on, and where tensors come and go.
+_POSITIONS = ("window", "chunk", "alibi", "rope", "yarn", "llama3", "linear", "dynamic", "nope")
+
+
+def among(*words: str) -> list[str]:
+    """The first variant of every family, and those with one of these words in their names."""
+    firsts = set(FAMILIES.values())
+    return [n for n in tiny.VARIANTS if n in firsts or any(word in n for word in words)]
+
+
 FIXED = [name for name in tiny.VARIANTS if name not in LENGTH_DEPENDENT]
 
 
@@ -65,7 +75,7 @@ def test_chunks_and_padded_rows_give_the_logits_of_the_whole(name: str) -> None:
 # --- greedy continuations -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", among(*_POSITIONS))
 def test_40_greedy_tokens_equal_hugging_faces(name: str) -> None:
     hf_model = tiny.build(name, **room(name))
     tokens = tiny.tokens(hf_model.config, batch=2, length=20 if name in LENGTH_DEPENDENT else 9)
@@ -73,7 +83,7 @@ def test_40_greedy_tokens_equal_hugging_faces(name: str) -> None:
     theirs = hf_greedy(hf_model, tokens)
     model = load(hf_model, **context_for(name))
     assert torch.equal(greedy(model, tokens), theirs)
-    if name not in LENGTH_DEPENDENT:
+    if name not in LENGTH_DEPENDENT and name in FAMILIES.values():
         assert torch.equal(greedy(model, tokens, use_past_kv_cache=False), theirs)
 
 
@@ -160,7 +170,7 @@ def test_every_field_the_table_sets_shows_in_the_logits_or_is_refused(name: str)
     assert silent == []
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", among("bias", "norm", "untied", "dense"))
 @torch.no_grad()
 def test_every_tensor_shows_in_the_logits(name: str) -> None:
     """A parameter that is there, is not zero by nature and changes nothing was not converted."""
@@ -219,7 +229,7 @@ def test_fields_a_file_leaves_out_hold_the_default_of_the_hf_class(model_type: s
     assert cfg.n_ctx == whole.n_ctx
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", among("window", "nope", "dense"))
 @torch.no_grad()
 def test_the_first_layers_are_a_checkpoint_of_their_own(name: str, tmp_path: Path) -> None:
     """The config is written anew, and Hugging Face computes by it what we do."""
