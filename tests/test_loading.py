@@ -432,6 +432,16 @@ def test_an_index_that_lies(sharded: Path) -> None:
             load(sharded)
 
 
+def test_a_tensor_that_two_shards_hold_is_named(sharded: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    first, second, *_ = sorted(sharded.glob("model-*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{second.name} disagree: {name} is in the shard only"):
+        load(sharded)
+
+
 def test_a_config_that_lies(folder: Path) -> None:
     config = folder / "config.json"
     true = config.read_text()
@@ -674,8 +684,12 @@ def test_a_bar_for_large_checkpoints(
     assert not capsys.readouterr().err
     monkeypatch.setattr(loading, "_BAR_FROM_BYTES", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    load(folder)
-    assert "reading weights" in capsys.readouterr().err
+    for processing in (None, {"fold_ln": True}):
+        load(folder, processing=processing)
+        bar = capsys.readouterr().err
+        assert "loading weights" in bar
+        assert "kB/" in bar or "B/s" in bar
+        load(folder, processing=processing, dtype="bf16")
 
 
 def test_tokenizers(folder: Path, tmp_path: Path) -> None:

@@ -585,13 +585,16 @@ def load_pretrained(
     steps = {name for name, wanted in (processing or {}).items() if wanted}
     wanted = parse_dtype(cfg.dtype)
     source = _Delivered(checkpoint, target, wanted, passing=bool(steps))
-    state = _read_state(table, source, checkpoint.n_bytes())
-    _conversion().check_angles(cfg, checkpoint.where)  # all sizes are known to be true by now
-    _set_context(cfg, state, n_ctx)
-    if steps:
-        width = torch.promote_types(wanted, torch.float32)
-        flags: dict[str, Any] = {**(processing or {}), "dtype": width, "rounded_to": wanted}
-        cfg, state = process_weights(cfg, state, consume=True, **flags)
+    narrowing = wanted.itemsize / 4 if not steps and wanted.itemsize < 4 else 1
+    with _bar(int(checkpoint.n_bytes() * narrowing)) as bar:
+        state = _read_state(table, source, bar.update)
+        # all sizes are known to be true by now
+        _conversion().check_angles(cfg, checkpoint.where)
+        _set_context(cfg, state, n_ctx)
+        if steps:
+            width = torch.promote_types(wanted, torch.float32)
+            flags: dict[str, Any] = {**(processing or {}), "dtype": width, "rounded_to": wanted}
+            cfg, state = process_weights(cfg, state, consume=True, progress=bar.update, **flags)
     if tokenizer is None and model_name is not None:
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
     with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
@@ -632,19 +635,28 @@ def _display_name(model_name: str | os.PathLike[str] | None, checkpoint: Checkpo
     return str(checkpoint.config.get("_name_or_path") or "custom")
 
 
-def _read_state(table: Any, source: _Delivered, n_bytes: int) -> dict[str, Float[Tensor, "..."]]:
-    state = dict(_with_bar(table.to_native(source), table.n_native, n_bytes))
+def _read_state(
+    table: Any, source: _Delivered, progress: Callable[[int], Any]
+) -> dict[str, Float[Tensor, "..."]]:
+    state = {}
+    for name, tensor in table.to_native(source):
+        state[name] = tensor
+        if not source.passing:  # else reading costs nothing yet
+            progress(tensor.nbytes)
     for name, shape in table.zeros.items():
         state[name] = torch.zeros(shape, device=source.device, dtype=source.dtype)
     return state
 
 
-def _with_bar(items: Iterator[Any], total: int, n_bytes: int) -> Iterable[Any]:
-    if n_bytes < _BAR_FROM_BYTES or not sys.stderr.isatty():
-        return items
+def _bar(n_bytes: int) -> Any:
+    """Counts bytes, in a terminal and for checkpoints that take a while."""
     from tqdm import tqdm
 
-    return tqdm(items, desc="reading weights", total=total, leave=False)
+    shown = n_bytes >= _BAR_FROM_BYTES and sys.stderr.isatty()
+    return tqdm(
+        total=n_bytes, desc="loading weights", unit="B", unit_scale=True, leave=False,
+        disable=not shown,
+    )  # fmt: skip
 
 
 def _set_context(

@@ -14,7 +14,7 @@ one section at a time (the embeddings, each block, the unembedding): only one is
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def process_weights(
     dtype: torch.dtype = torch.float32,
     rounded_to: torch.dtype | None = None,
     consume: bool = False,
+    progress: Callable[[int], Any] | None = None,
 ) -> Processed:
     """Apply the steps that are asked for, in this order; log-probabilities stay as they are.
 
@@ -68,6 +69,7 @@ def process_weights(
     dtype: the least precision to compute in.
     rounded_to: the dtype of the results (None: each tensor keeps its own).
     consume: empty `state` on the way, so that it and the results are never in memory together.
+    progress: is told how many bytes of `state` have been rewritten, section by section.
     """
     wanted: list[tuple[bool, type[Step]]] = [
         (fold_ln, FoldLayerNorm),
@@ -77,7 +79,7 @@ def process_weights(
         (refactor_factored_attn_matrices, RefactorFactoredAttnMatrices),
     ]
     steps = [step() for flag, step in wanted if flag]
-    return rewritten(cfg, state, steps, dtype, rounded_to, consume)
+    return rewritten(cfg, state, steps, dtype, rounded_to, consume, progress)
 
 
 def fold_layer_norm(
@@ -388,6 +390,7 @@ def rewritten(
     dtype: torch.dtype,
     rounded_to: torch.dtype | None = None,
     consume: bool = False,
+    progress: Callable[[int], Any] | None = None,
 ) -> Processed:
     """Run the steps that apply on one section after the other.
 
@@ -412,8 +415,11 @@ def rewritten(
     new: State = {}
     while parts:
         prefix, weights = parts.pop(0)
+        n_bytes = sum(tensor.nbytes for tensor in weights.values())
         weights = rewritten_section(cfg, weights, accepted, dtype, rounded_to)
         new.update({prefix + name: tensor for name, tensor in weights.items()})
+        if progress is not None:
+            progress(n_bytes)
     return cfg, new
 
 
