@@ -101,7 +101,8 @@ class ByHand:
         elif place == "stream":
             out = function(x, layer)
         else:
-            out = function(self.norm(x, name, kind), layer)
+            bare = norm == "ln1" and layer == 0 and not self.cfg.first_norm
+            out = function(x if bare else self.norm(x, name, kind), layer)
         if place == "both":
             out = self.norm(out, f"{name}_post", kind.removesuffix("Pre"))
         return out * self.cfg.residual_scale

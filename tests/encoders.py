@@ -26,6 +26,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "roberta": {**BERT, "type_vocab_size": 1},
     "xlm-roberta": {**BERT, "type_vocab_size": 1},
     "camembert": {**BERT, "type_vocab_size": 1},
+    "modernbert": {
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "intermediate_size": 38,
+        "max_position_embeddings": 48,
+        "local_attention": 8,
+        "norm_eps": 1e-3,
+        "global_attn_every_n_layers": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        "pad_token_id": 0,
+    },
     "distilbert": {
         "vocab_size": 61,
         "dim": 24,
@@ -45,6 +61,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta_pad_4": ("roberta", {"pad_token_id": 4, "tie_word_embeddings": False}),
     "xlm_roberta": ("xlm-roberta", {}),
     "camembert": ("camembert", {}),
+    "modernbert": ("modernbert", {}),
+    "modernbert_untied": ("modernbert", {"tie_word_embeddings": False}),
+    "modernbert_biases": (
+        "modernbert",
+        {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True},
+    ),
+    "modernbert_bare": (
+        "modernbert",
+        {"decoder_bias": False, "hidden_activation": "relu", "classifier_activation": "silu"},
+    ),
+    "modernbert_global": ("modernbert", {"layer_types": ["full_attention"] * 3}),
     "distilbert": ("distilbert", {}),
     "distilbert_relu": ("distilbert", {"activation": "relu", "n_heads": 4}),
     "distilbert_untied": ("distilbert", {"tie_word_embeddings": False}),
@@ -57,6 +84,11 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"num_attention_heads": 4}),
     ("roberta", {"hidden_act": "relu"}),
     ("roberta", {"pad_token_id": 3}),
+    ("modernbert", {"norm_eps": 1e-5}),
+    ("modernbert", {"local_attention": 12}),
+    ("modernbert", {"hidden_activation": "silu"}),
+    ("modernbert", {"classifier_activation": "silu"}),
+    ("modernbert", {"global_attn_every_n_layers": 3}),
     ("distilbert", {"activation": "relu"}),
     ("distilbert", {"n_heads": 4}),
 ]
@@ -98,8 +130,8 @@ def run(hf_model: nn.Module, ids: Tensor, mask: Tensor | None = None, **argument
     """A Hugging Face forward in which positions count the tokens that the mask leaves."""
     if mask is not None:
         hf_config: Any = hf_model.config
-        first = hf_config.pad_token_id + 1 if hf_config.model_type != "bert" else 0
-        first = 0 if hf_config.model_type == "distilbert" else first
+        counted_from_zero = hf_config.model_type in ("bert", "distilbert", "modernbert")
+        first = 0 if counted_from_zero else hf_config.pad_token_id + 1
         positions = (mask.cumsum(1) - 1).clamp(min=0) + first
         arguments |= {"attention_mask": mask, "position_ids": positions}
     return hf_model(ids, output_hidden_states=True, output_attentions=True, **arguments)

@@ -63,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stream_norm_attn_only": {**RMS, "norm_place": "stream", "attn_only": True},
     "post_embedding_ln_last": {"post_embedding_ln": True, "post_embedding_ln_last": True},
     "token_types": {"n_token_types": 3},
+    "no_first_norm": {"first_norm": False},
     "no_final_norm": {"final_norm": False},
     "unembed_transform": {"unembed_act_fn": "gelu"},
     "rotary": ROTARY,

@@ -391,6 +391,7 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
             {"post_embedding_ln": True, "post_embedding_ln_last": True},
         ),
         **maybe(n_token_types=2),
+        **(maybe(first_norm=False) if place == "pre" else {}),
         **maybe(unembed_act_fn=one_of("gelu", "solu")),
         **one_of(
             {},
@@ -546,6 +547,7 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "norm_place": ({}, "post"),
     "n_token_types": ({}, 2),
     "post_embedding_ln_last": ({"post_embedding_ln": True}, True),
+    "first_norm": ({}, False),
     "final_norm": ({}, False),
     "unembed_act_fn": ({}, "gelu"),
     "norm_weight_offset": (native.RMS, 1.0),

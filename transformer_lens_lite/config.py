@@ -244,6 +244,7 @@ class BlockSpec:
     attention: AttentionSpec
     mlp: MLPSpec | MoESpec | None
     norm: NormSpec | None
+    attention_norm: NormSpec | None  # the same, or none
     post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
     norm_place: str  # "pre", "post", "both" or "stream"
     parallel: bool
@@ -426,6 +427,7 @@ class HookedTransformerConfig:
     # encoders
     n_token_types: int = 0  # rows of an embedding of token types, added to that of tokens
     post_embedding_ln_last: bool = False  # behind positions and token types, not before them
+    first_norm: bool = True  # False: the first attention reads the stream as it is (ModernBERT)
     final_norm: bool = True
     unembedding: bool = True  # False: the stream is all there is; there are no logits
     unembed_act_fn: str | None = None  # dense, this activation, LayerNorm before the unembedding
@@ -683,6 +685,8 @@ class HookedTransformerConfig:
             raise ValueError("norm_place='stream' contradicts parallel_attn_mlp=True")
         if self.post_embedding_ln_last and not self.post_embedding_ln:
             raise ValueError("post_embedding_ln_last=True without post_embedding_ln=True")
+        if not self.first_norm and self.norm_place != "pre":
+            raise ValueError(f"first_norm=False contradicts norm_place={self.norm_place!r}")
         if self.final_rms and not self.final_norm:
             raise ValueError("final_rms=True contradicts final_norm=False")
         if not self.unembedding:
@@ -790,6 +794,7 @@ class HookedTransformerConfig:
             attention=self._attention_spec(layer),
             mlp=None if self.attn_only else self._mlp_spec(layer),
             norm=self.norm_spec(),
+            attention_norm=self.norm_spec() if layer or self.first_norm else None,
             post_norm=self._post_norm_spec(),
             norm_place=self.norm_place,
             parallel=self.parallel_attn_mlp,

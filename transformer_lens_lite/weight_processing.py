@@ -195,6 +195,8 @@ class FoldLayerNorm(Step):
                 "positional_embedding_type='shortformer' adds positions between a norm and the "
                 "matrices that read it"
             )
+        if not cfg.unembedding and cfg.final_norm and has_norm_weights(cfg):
+            return "unembedding=False: no matrix reads the final norm"
         if cfg.shared_expert_gate and cfg.normalization_type == "LN":
             return "shared_expert_gate=True: that gate has no place for a norm's bias"
         return None
@@ -262,6 +264,8 @@ class CenterWritingWeights(Step):
             return "norm_place='post': attention and MLP read the stream, mean included, directly"
         if cfg.norm_place == "stream":
             return "norm_place='stream': the stream is a norm's output; its mean is not a weight's"
+        if not cfg.first_norm:
+            return "first_norm=False: the first attention reads the stream, mean included, directly"
         if not cfg.final_norm:
             return "final_norm=False: the stream's mean is read by what follows it"
         if cfg.norm_place == "both":
@@ -494,7 +498,8 @@ def has_norm_weights(cfg: HookedTransformerConfig) -> bool:
 
 def check_norms_are_there(cfg: HookedTransformerConfig, state: State) -> None:
     """ValueError when the config has norms that the weights lack: they were folded before."""
-    names = [f"blocks.{layer}.ln1.w" for layer in range(cfg.n_layers)]
+    first = 0 if cfg.first_norm else 1
+    names = [f"blocks.{layer}.ln1.w" for layer in range(first, cfg.n_layers)]
     names += ["ln_final.w"] if cfg.final_norm else []
     if missing := [name for name in names if name not in state]:
         raise ValueError(

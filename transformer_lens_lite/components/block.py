@@ -37,7 +37,7 @@ class TransformerBlock(Component):
         self.hook_q_input = HookPoint(optional=True)  # [batch, pos, head, d_model]
         self.hook_k_input = HookPoint(optional=True)  # [batch, pos, kv_head, d_model]
         self.hook_v_input = HookPoint(optional=True)  # [batch, pos, kv_head, d_model]
-        self.ln1 = build_norm(spec.norm)
+        self.ln1 = build_norm(spec.attention_norm)
         self.attn = build_attention(cfg, spec.attention, spec.layer)
         self.ln1_post = build_norm(spec.post_norm)
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model], like all that follow
