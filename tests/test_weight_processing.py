@@ -339,8 +339,7 @@ LEFT_OUT_OF_CENTRING = {
 CENTRED = [
     name
     for name in CASES
-    if name.startswith(("ln", "folded_ln"))
-    and name not in LEFT_OUT_OF_CENTRING
+    if name.startswith(("ln", "folded_ln")) and name not in LEFT_OUT_OF_CENTRING
 ]
 
 
