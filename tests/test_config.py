@@ -214,6 +214,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"use_logn_attn": True}, ["use_logn_attn"]),
     ({"num_experts": 4, "experts_per_token": 2}, ["num_experts", "gated_mlp"]),
     ({"experts_per_token": 2}, ["experts_per_token", "num_experts"]),
+    ({"eps": True}, ["eps", "True"]),
+    ({"norm_weight_offset": float("nan")}, ["norm_weight_offset", "nan"]),
+    ({"output_logits_soft_cap": float("nan")}, ["output_logits_soft_cap"]),
+    ({"attn_scores_soft_cap": -3.0}, ["attn_scores_soft_cap", "-3.0"]),
     ({"latent_q_rank": 7}, ["latent_q_rank", "latent_kv_rank"]),
     ({"latent_kv_rank": 7}, ["latent_kv_rank", "positional_embedding_type"]),
     ({"latent_kv_rank": 7, "positional_embedding_type": "rotary"}, ["rotary_dim", "d_head"]),
@@ -411,3 +415,14 @@ def test_folded_norms_keep_weights_where_nothing_follows_to_fold_into() -> None:
     assert spec.attention.qk_norm.kind == "RMS"
     assert config(final_rms=True).final_norm_spec().kind == "RMS"
     assert config(normalization_type="LNPre", final_rms=True).final_norm_spec().kind == "RMSPre"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rotary_base", "x"), ("parallel_attn_mlp", "false"), ("gated_mlp", "no"), ("eps", None)],
+)
+def test_flags_are_flags_and_numbers_are_numbers(field: str, value: Any) -> None:
+    cfg = HookedTransformerConfig(n_layers=1, d_model=8, n_ctx=4, d_head=4, d_vocab=7)
+    object.__setattr__(cfg, field, value)  # in tests the annotations refuse it first
+    with pytest.raises(ValueError, match=rf"{field} must be .*, got {value!r}"):
+        cfg._check_types()

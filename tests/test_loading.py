@@ -394,7 +394,7 @@ def test_damaged_files_are_named(folder: Path, sharded: Path) -> None:
     with pytest.raises(ValueError, match=f"{shard.name} is not a whole safetensors file"):
         load(sharded)
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match=f"no {shard.name}, which the index names"):
+    with pytest.raises(FileNotFoundError, match=f"is in {shard.name}: no such file"):
         load(sharded)
 
 
@@ -900,3 +900,50 @@ def test_memory(tmp_path: Path) -> None:
     assert half < size / 2 + 20, rows
     assert len(ten) == 10
     assert at_the_end < after_forward + 10, rows
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "gpt2_untied"])
+def test_single_steps_of_processing_at_loading(name: str) -> None:
+    """A tied model whose embedding no step changed stays tied."""
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config)
+    wanted = logits(hf_model, tokens).log_softmax(-1)
+    off = dict.fromkeys(
+        ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), False
+    )
+    for step in off:
+        flags = {**off, step: True}
+        model = HookedTransformer.from_pretrained(hf_model=hf_model, device="cpu", **flags)
+        torch.testing.assert_close(
+            logits(model, tokens).log_softmax(-1), wanted, atol=TOLERANCE, rtol=0
+        )
+        if step == "fold_value_biases":
+            assert model.cfg.tie_word_embeddings == hf_model.config.tie_word_embeddings
+
+
+def test_the_config_follows_every_way_of_converting() -> None:
+    for convert in (
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+        lambda model: torch.nn.Sequential(model).to(torch.float64),
+    ):
+        model = load("tiny-lens")
+        convert(model)
+        assert model.cfg.dtype == model.W_E.dtype != torch.float32
+        assert len(model.generate("Mary", max_new_tokens=2, verbose=False)) > 4
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "qwen3_moe_some_dense"])
+def test_first_layers_without_experts_are_exported(name: str, tmp_path: Path) -> None:
+    hf_model = tiny.build(name)
+    model = load(hf_model, first_n_layers=1)
+    save_pretrained(model, tmp_path)
+    tokens = tiny.tokens(hf_model.config, length=9)
+    assert_close(logits(tiny.read(tmp_path), tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
+def test_null_is_false_where_hugging_face_reads_it_so(field: str) -> None:
+    hf_model = tiny.build("deepseek_v3", **{field: None})
+    tokens = tiny.tokens(hf_model.config)
+    assert_close(logits(load(hf_model), tokens), logits(hf_model, tokens))

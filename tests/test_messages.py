@@ -1,10 +1,14 @@
 """What a newcomer does wrong, and what the library answers."""
 
+import inspect
+from typing import Any
+
 import native
 import pytest
 import torch
 
 from transformer_lens_lite import HookedTransformer
+from transformer_lens_lite.generate import ids_of, is_list_of
 from transformer_lens_lite.root_module import checked_pairs
 
 
@@ -61,6 +65,53 @@ def test_an_unknown_argument_names_the_nearest() -> None:
             load("tiny-lens", devise="cpu")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"top_p": True}, "top_p must be a number"),
+        ({"eos_token_id": 99}, "eos_token_id=99 is outside the vocabulary of"),
+        ({"pad_token_id": -1}, "pad_token_id=-1 is outside the vocabulary"),
+    ],
+)
+def test_arguments_of_generation_that_are_of_the_wrong_kind(
+    arguments: dict[str, Any], message: str
+) -> None:
+    start = inspect.unwrap(HookedTransformer.generate)  # past the annotations, which tests check
+    model = native.build()
+    plain = {"max_new_tokens": 2, "stop_at_eos": False, "verbose": False, **arguments}
+    if "eos_token_id" in arguments:
+        plain["stop_at_eos"] = True
+    with pytest.raises(ValueError, match=message):
+        start(model, native.tokens(), **plain)
+
+
+def test_what_is_no_token_id_is_named() -> None:
+    for wrong in ("a", 1.5, [True], [None], torch.tensor([0.5])):
+        with pytest.raises(ValueError, match="eos_token_id must be a token id or a list of them"):
+            ids_of("eos_token_id", wrong, 60)
+    assert not is_list_of(str, 3)
+    assert not is_list_of(str, ["a", 3])
+    assert is_list_of(str, ("a",))
+
+
+def test_eos_may_be_a_tensor() -> None:
+    model = native.build()
+    tokens = model.generate(native.tokens(), 3, do_sample=False, eos_token_id=[0, 1], verbose=False)
+    ids = ids_of("eos_token_id", torch.tensor([0, 1]), 60)
+    again = model.generate(native.tokens(), 3, do_sample=False, eos_token_id=ids, verbose=False)
+    assert torch.equal(tokens, again)
+
+
+def test_a_hook_that_returns_another_dtype_is_named() -> None:
+    name = "blocks.0.hook_resid_pre"
+    with pytest.raises(
+        ValueError, match=f"'{name}' returned torch.float64, expected torch.float32"
+    ):
+        native.build().run_with_hooks(
+            native.tokens(), fwd_hooks=[(name, lambda value, hook: value.double())]
+        )
+
+
 def test_a_hook_that_cannot_be_called_is_refused_when_it_is_attached() -> None:
     model = native.build()
 
@@ -73,5 +124,7 @@ def test_a_hook_that_cannot_be_called_is_refused_when_it_is_attached() -> None:
     # in tests the annotation of `fwd_hooks` refuses a bare pair first
     with pytest.raises(TypeError, match="must be a list of .* pairs"):
         checked_pairs((name, lambda value, hook: None), "fwd")
+    with pytest.raises(TypeError, match="must be a list of .* pairs"):
+        checked_pairs([(None, lambda value, hook: None)], "fwd")
     assert model.list_hooks() == {}
     assert model.context_level == 0

@@ -69,7 +69,10 @@ def test_what_is_wrong_with_a_native_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row fills .*W_gate"):
         load(tmp_path)
     path.write_text(json.dumps({**config, "d_head": 5}))
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(ValueError, match=r"(?s)config.json and its weights .*size mismatch"):
+        load(tmp_path)
+    path.write_text(json.dumps({**config, "n_layers": 1}))
+    with pytest.raises(ValueError, match=r"safetensors holds blocks.1.* speaks of 1 layers"):
         load(tmp_path)
 
 

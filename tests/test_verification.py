@@ -96,3 +96,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "NOT equal" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_what_there_is_nothing_to_compare_with_is_said(tmp_path: Path) -> None:
+    model = HookedTransformer.from_pretrained("tiny-lens")
+    model.save_pretrained(tmp_path, native=True)
+    with pytest.raises(ValueError, match="nothing to compare with"):
+        verify(tmp_path)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        verify(torch.nn.Linear(2, 2))
+    hf_model = tiny.build("llama").train()
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        verify(hf_model, tokens=torch.full((1, 4), 999))
+    with pytest.raises(ValueError, match="at least two"):
+        verify(hf_model, tokens=torch.zeros(1, 1, dtype=torch.long))
+    assert verify(hf_model).passed
+    assert hf_model.training
+
+
+def test_double_precision_and_alibi(tmp_path: Path) -> None:
+    assert verify(tiny.build("llama").double()).passed
+    tiny.build("falcon_rw").save_pretrained(tmp_path)
+    assert verify(tmp_path).passed

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import math
+import numbers
 import pprint
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -436,6 +437,7 @@ class HookedTransformerConfig:
         self.dtype = parse_dtype(self.dtype)
         if self.device is None:
             self.device = default_device()
+        self._check_types()
         self._check_sizes()
         self._fill_in_sizes()
         self._check_choices()
@@ -457,6 +459,21 @@ class HookedTransformerConfig:
         object.__setattr__(self, name, value)
 
     # -- validation --
+
+    def _check_types(self) -> None:
+        """Flags are flags and numbers are numbers: True is no number, and "false" would be true."""
+        for name, each in self.__dataclass_fields__.items():
+            value = getattr(self, name)
+            if each.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+            if each.type is float or (each.type == (float | None) and value is not None):
+                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                if not is_number or math.isnan(value):
+                    raise ValueError(f"{name} must be a number, got {value!r}")
+        for name in ("attn_scores_soft_cap", "output_logits_soft_cap"):
+            value = getattr(self, name)
+            if value < 0 and value != -1.0:
+                raise ValueError(f"{name} must be positive, or -1 for no cap; got {value!r}")
 
     def _check_sizes(self) -> None:
         for name in ("n_layers", "d_model", "n_ctx", "d_head"):

@@ -284,20 +284,44 @@ def ending_of(
     """Which tokens and texts end a row; the tokenizer's EOS and pad where none are given."""
     if eos_token_id is None:
         eos_token_id = model.text.eos_token_id
-    eos_ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    eos_ids = ids_of("eos_token_id", eos_token_id, model.cfg.d_vocab)
     if stop_at_eos and not eos_ids:
         raise ValueError(
             "stop_at_eos=True needs eos_token_id=, because there is no tokenizer that names "
             "one; or "
             "pass stop_at_eos=False"
         )
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    given = [stop] if isinstance(stop, str) else stop
+    stops = tuple(() if given is None else given) if is_list_of(str, given) else None
+    if stops is None:
+        raise ValueError(f"stop must be a text or a list of texts, got {stop!r}")
     if stops and model.tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
     if "" in stops:
         raise ValueError("an empty stop string would stop everywhere")
+    ids_of("pad_token_id", pad_token_id, model.cfg.d_vocab)
     pad = next(x for x in (pad_token_id, model.text.pad_token_id, *eos_ids, 0) if x is not None)
     return Ending(tuple(eos_ids) if stop_at_eos else (), stops, pad)
+
+
+def is_list_of(kind: type, values: Any) -> bool:
+    """Whether it is None, or a list or tuple of such things."""
+    return values is None or (
+        isinstance(values, (list, tuple)) and all(isinstance(each, kind) for each in values)
+    )
+
+
+def ids_of(name: str, given: Any, d_vocab: int) -> list[int]:
+    """The token ids in an argument: none, one or several. ValueError for what is no id."""
+    if isinstance(given, Tensor) and not given.is_floating_point():
+        given = given.tolist()
+    ids = [given] if isinstance(given, int) else given
+    if not is_list_of(int, ids) or any(isinstance(each, bool) for each in ids or ()):
+        raise ValueError(f"{name} must be a token id or a list of them, got {given!r}")
+    wrong = [each for each in ids or () if not 0 <= each < d_vocab]
+    if wrong:
+        raise ValueError(f"{name}={wrong[0]} is outside the vocabulary of {d_vocab}")
+    return list(ids or ())
 
 
 def continued_cache(

@@ -152,6 +152,10 @@ class LensHandle:
                 f"a hook on {point.name!r} returned shape {tuple(result.shape)}, expected "
                 f"{tuple(tensor.shape)}"
             )
+        if result.dtype != tensor.dtype:
+            raise ValueError(
+                f"a hook on {point.name!r} returned {result.dtype}, expected {tensor.dtype}"
+            )
         return result
 
     def __repr__(self) -> str:

@@ -176,6 +176,9 @@ class FolderCheckpoint:
             if not isinstance(file, str) or Path(file).name != file:
                 raise ValueError(f"{index}: {name} is in {file!r}, which is not a file name")
         files = {name: self.folder / file for name, file in weight_map.items()}
+        for name, path in files.items():
+            if not path.is_file():
+                raise FileNotFoundError(f"{index} says that {name} is in {path.name}: no such file")
         for path in sorted(set(files.values())):
             promised = {name for name, file in files.items() if file == path}
             if wrong := sorted(promised ^ set(self._file(path).keys())):
@@ -320,7 +323,7 @@ class TrainingCheckpoint:
             )
         self.config = dict(hf_config)
         # a compiled model's names have a prefix
-        self.tensors = {name.removeprefix("_orig_mod."): t for name, t in tensors.items()}
+        self.tensors = {str(name).removeprefix("_orig_mod."): t for name, t in tensors.items()}
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -357,9 +360,18 @@ def open_checkpoint(
     `hf_config` (a dict or a Hugging Face config) replaces the checkpoint's own.
     """
     if hf_config is not None and not isinstance(hf_config, Mapping):
+        if not hasattr(hf_config, "to_dict"):
+            raise ValueError(
+                f"hf_config must be a Hugging Face config or a dict, got {type(hf_config).__name__}"
+            )
         hf_config = hf_config.to_dict()
     whole: FolderCheckpoint | ModelCheckpoint
     if hf_model is not None:
+        if not hasattr(hf_model, "config"):
+            raise ValueError(
+                f"hf_model must be a Hugging Face model, which has a config; got "
+                f"{type(hf_model).__name__}"
+            )
         whole = ModelCheckpoint(hf_model, hf_config)
     elif name is not None and (file := _training_file(name)) is not None:
         return TrainingCheckpoint(file, hf_config)
@@ -599,7 +611,12 @@ def load_pretrained(
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
     with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
-    _assign(model, state, table)
+    try:
+        _assign(model, state, table)
+    except (RuntimeError, ValueError) as error:  # torch's own is about shapes
+        raise ValueError(
+            f"{checkpoint.where} and its weights do not go together: {error}"
+        ) from None
     model.processed = frozenset(steps)
     if is_native(checkpoint.config):
         model.processed |= frozenset(checkpoint.config.get(PROCESSED) or ())
@@ -614,9 +631,9 @@ def _understand(
     """The native config of a checkpoint and the table that converts its tensors."""
     conversion = _conversion()
     if is_native(checkpoint.config):
-        cfg, zeros = understood(checkpoint.config, checkpoint.where, overrides)
-        cfg = cfg if first_n_layers is None else conversion.first_layers(cfg, first_n_layers)
-        return cfg, NativeTable(cfg, zeros)
+        whole, zeros = understood(checkpoint.config, checkpoint.where, overrides)
+        cfg = whole if first_n_layers is None else conversion.first_layers(whole, first_n_layers)
+        return cfg, NativeTable(cfg, zeros, checkpoint.where, whole.n_layers)
     architecture = conversion.architecture_for(checkpoint.config)
     reading = architecture.reading(checkpoint.config, checkpoint.where)
     whole = architecture.read(reading, **overrides)
@@ -665,7 +682,7 @@ def _set_context(
     """Change the context length; learned positions beyond it are left out of sight."""
     if n_ctx is None:
         return
-    if isinstance(n_ctx, bool) or n_ctx < 1:
+    if isinstance(n_ctx, bool) or not isinstance(n_ctx, int) or n_ctx < 1:
         raise ValueError(f"n_ctx must be a positive integer, got {n_ctx!r}")
     if "pos_embed.W_pos" in state:
         if n_ctx > cfg.n_ctx:
@@ -723,7 +740,10 @@ def as_checkpoint(model: Any) -> tuple[dict[str, Any], Any]:
 
 
 def to_hf_state_dict(model: Any) -> dict[str, Float[Tensor, "..."]]:
-    """The model's weights by Hugging Face's names and shapes, for `hf_model.load_state_dict`.
+    """The model's weights by the names and shapes they have in Hugging Face's files.
+
+    `hf_model.load_state_dict` takes them, except that transformers 5 fuses the experts of mixtures
+    when it reads a file: for those use `save_pretrained`.
 
     Bit for bit what was loaded, contiguous, detached; where no copy is needed the model's own
     memory. The head of a tied model is the embedding itself.

@@ -588,10 +588,15 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> "HookedTransformer":
         """Move or convert the model in place, as nn.Module.to; `cfg` follows."""
         super().to(*args, **kwargs)
-        self.cfg.device = str(self.embed.W_E.device)
-        self.cfg.dtype = self.embed.W_E.dtype
         if print_details:
             print(f"The model is on {self.cfg.device}, in {self.cfg.dtype}")
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "HookedTransformer":
+        """What `.to()`, `.half()`, `.cuda()` … of this model, or of one around it, come to."""
+        super()._apply(*args, **kwargs)
+        self.cfg.device = str(self.embed.W_E.device)
+        self.cfg.dtype = self.embed.W_E.dtype
         return self
 
     def cuda(self, device: Any = None) -> "HookedTransformer":

@@ -26,21 +26,37 @@ def is_native(config: Mapping[str, Any]) -> bool:
 class NativeTable:
     """Stands where a family's table does: every parameter has its own name."""
 
-    def __init__(self, cfg: HookedTransformerConfig, zeros: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        cfg: HookedTransformerConfig,
+        zeros: Mapping[str, Any],
+        where: str,
+        n_layers_in_file: int,
+    ) -> None:
+        self.where, self.n_layers_in_file = where, n_layers_in_file
         tied = SimpleNamespace(hf="unembed.W_U", native="unembed.W_U", source="embed.W_E")
         self.tied = [tied] if cfg.tie_word_embeddings else []
         self.n_layers = cfg.n_layers
-        self.zeros = {name: tuple(shape) for name, shape in zeros.items() if not self._beyond(name)}
+        self.zeros = {
+            name: tuple(shape) for name, shape in zeros.items() if self._layer(name) < cfg.n_layers
+        }
         self.n_native = 0
         self.family = "native"
 
-    def _beyond(self, name: str) -> bool:
+    @staticmethod
+    def _layer(name: str) -> int:
         parts = name.split(".")
-        return parts[0] == "blocks" and int(parts[1]) >= self.n_layers
+        return int(parts[1]) if parts[0] == "blocks" and parts[1].isdigit() else -1
 
     def to_native(self, source: Any) -> Iterator[tuple[str, Float[Tensor, "..."]]]:
         """The tensors of the layers there are, one by one."""
-        names = sorted(name for name in source.names() if not self._beyond(name))
+        for name in sorted(source.names()):
+            if self._layer(name) >= self.n_layers_in_file:
+                raise ValueError(
+                    f"{source.describe(name)} holds {name}, but {self.where} speaks of "
+                    f"{self.n_layers_in_file} layers"
+                )
+        names = sorted(name for name in source.names() if self._layer(name) < self.n_layers)
         self.n_native = len(names)
         for name in names:
             yield name, source.read(name)

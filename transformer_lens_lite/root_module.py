@@ -369,7 +369,8 @@ class HookedRootModule(Component):
 def checked_pairs(pairs: Any, direction: Direction) -> Any:
     """The pairs themselves. TypeError when they are no list of (name, function) pairs."""
     for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])
+        if not is_pair or pair[0] is None:
             raise TypeError(
                 f"{direction}_hooks must be a list of (name or filter, function) pairs, such as "
                 f"[('blocks.0.hook_resid_pre', function)]; one of its items is {pair!r}"

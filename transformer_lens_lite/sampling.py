@@ -27,6 +27,18 @@ def check_sampling(
     min_p: Number | None = None,
 ) -> None:
     """Refuse sampling arguments that mean nothing: a ValueError that names the argument."""
+    numbers = {
+        "top_p": top_p,
+        "min_p": min_p,
+        "temperature": temperature,
+        "freq_penalty": freq_penalty,
+        "repetition_penalty": repetition_penalty,
+    }
+    for name, value in numbers.items():
+        if value is None and name in ("top_p", "min_p"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (float, int)):
+            raise ValueError(f"{name} must be a number, got {value!r}")
     if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
         raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}")
     if top_p is not None and not 0 < top_p <= 1:

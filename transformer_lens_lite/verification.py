@@ -24,7 +24,8 @@ from transformer_lens_lite.utils import lm_cross_entropy_loss
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary. After that, Mary"
 # The largest relative error that counts as equal: rounding of the dtype over some tens of layers.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# (Some norms of Hugging Face's compute in fp32 whatever the model's dtype, so fp64 is no better.)
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 Side = Literal["in", "out"]
 
@@ -115,10 +116,14 @@ def verify(
         tolerance: relative error up to which they count as equal (default: by dtype).
     Raises: ValueError when the checkpoint cannot be loaded, or the model was processed.
     """
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}")
     ours, theirs = both(model, parse_dtype(dtype))
-    if tokens is None:
-        tokens = tokens_for(ours)
-    width = theirs.dtype
+    tokens = tokens_for(ours) if tokens is None else ours.input_to_embed(tokens)[1]  # checked
+    if tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens must be [batch, pos] with at least two, got {list(tokens.shape)}")
+    width, was_training = theirs.dtype, theirs.training
+    theirs.eval()
     _, table = as_checkpoint(ours)
     places = {place.hook: place for place in places_of(table, ours)}
     seen, their_output = run_theirs(theirs, tokens, places.values(), ours.is_causal)
@@ -142,6 +147,7 @@ def verify(
         mine, other = (float(lm_cross_entropy_loss(x.float(), tokens)) for x in (end, their_end))
         loss = abs(mine - other)
         equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
+    theirs.train(was_training)
     return Verification(
         family=table.architecture.model_type,
         dtype=width,
@@ -165,9 +171,14 @@ def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
             theirs = hugging_face(folder, model.W_E.dtype, model)
             return model, theirs.to(model.W_E.device)
     if isinstance(model, nn.Module):
-        return load(hf_model=model, dtype=model.dtype, device=model.device), model.eval()
+        if not hasattr(model, "config"):
+            raise ValueError(f"a {type(model).__name__} is no Hugging Face model")
+        return load(hf_model=model, dtype=model.dtype, device=model.device), model
     ours = load(model, dtype=dtype)
     place = BOXED.get(str(model), model)
+    kind = (ours.checkpoint_config or {}).get("model_type")
+    if kind in (None, "nanogpt", "mingpt"):
+        raise ValueError(f"{model} is not in a format of Hugging Face's: nothing to compare with")
     return ours, hugging_face(place, dtype, ours).to(ours.W_E.device)
 
 
@@ -178,7 +189,9 @@ def hugging_face(place: str | PathLike[str], dtype: torch.dtype, ours: HookedTra
 
     kind = AutoModelForCausalLM if ours.is_causal else AutoModelForMaskedLM
     kind = kind if ours.cfg.unembedding else AutoModel
-    model = kind.from_pretrained(place, dtype=dtype, attn_implementation="eager")
+    # where ALiBi is a choice (Falcon), the eager attention of transformers 5 adds it twice
+    attention = "sdpa" if ours.cfg.positional_embedding_type == "alibi" else "eager"
+    model = kind.from_pretrained(place, dtype=dtype, attn_implementation=attention)
     if hasattr(model.config, "_experts_implementation"):  # the fast one refuses some sizes
         model.config._experts_implementation = "eager"
     return model.eval()
@@ -295,7 +308,7 @@ def greedy_agreement(
     ours: HookedTransformer, theirs: Any, tokens: Tensor, n: int
 ) -> tuple[int, int]:
     """How many new tokens agree before the first that does not, over all rows; and of how many."""
-    n = min(n, ours.cfg.n_ctx - tokens.shape[1])
+    n = min(n, ours.cfg.n_ctx + 1 - tokens.shape[1])
     if n < 1:
         return 0, 0
     mine = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)

@@ -424,6 +424,8 @@ def rewritten(
         new.update({prefix + name: tensor for name, tensor in weights.items()})
         if progress is not None:
             progress(n_bytes)
+    if cfg.tie_word_embeddings:  # no step has parted them
+        new.pop("unembed.W_U", None)
     return cfg, new
 
 

@@ -22,6 +22,10 @@ VARIANTS = {
     "llama4_two_choices": ("llama4_text", {"num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "llama4_plain": ("llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False}),
     "llama4_full": ("llama4_text", {**FULL, "attention_bias": True}),
+    "llama4_yarn": (
+        "llama4_text",
+        {**FULL, **rope("yarn", factor=4.0, original_max_position_embeddings=16)},
+    ),
     "llama4_dense": ("llama4_text", {"moe_layers": []}),
 }
 FIELDS = [

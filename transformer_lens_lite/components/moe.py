@@ -78,7 +78,7 @@ class MixtureOfExperts(Component):
             for expert, part in zip(self.experts, inputs.split(counts), strict=True)
             if len(part)
         ]
-        out = torch.cat(outputs)
+        out = torch.cat(outputs) if outputs else inputs
         if not self.spec.router.on_input:
             out = out * weight
         return torch.zeros_like(x).index_add(0, rows, out)

@@ -62,8 +62,6 @@ def read_mixture(
     reading: Reading, n_experts: int, top_k: int | None, n_shared: int, width: int
 ) -> dict[str, Any]:
     sparse = sparse_layers(reading)
-    if not any(sparse):
-        raise ValueError(f"{reading.where}: first_k_dense_replace leaves no layer with experts")
     d_expert = reading.size("moe_intermediate_size", width)
     return {
         "num_experts": reading.size("n_routed_experts", n_experts),
@@ -81,8 +79,13 @@ def sparse_layers(reading: Reading) -> list[bool]:
     return [layer >= first for layer in range(reading.size("num_hidden_layers"))]
 
 
+def flag_or_null(reading: Reading, name: str) -> bool:
+    """True by default; null is false, as Hugging Face reads it."""
+    return reading.flag(name, bool(reading.if_missing(name, True)))
+
+
 def read_v3(reading: Reading) -> dict[str, Any]:
-    interleaved = reading.flag("rope_interleave", True)
+    interleaved = flag_or_null(reading, "rope_interleave")
     return {
         **read_latent(reading),
         **read_mixture(reading, 256, 8, 1, 2048),
@@ -93,7 +96,7 @@ def read_v3(reading: Reading) -> dict[str, Any]:
         "router_top_groups": reading.size("topk_group", 4),
         "router_group_members": 2,
         "router_selection_bias": True,
-        "norm_topk_prob": reading.flag("norm_topk_prob", True),
+        "norm_topk_prob": flag_or_null(reading, "norm_topk_prob"),
     }
 
 
@@ -120,7 +123,7 @@ def write_latent(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
     if not math.isclose(score_divisor(cfg), wanted):
         raise ValueError(f"attn_scale={cfg.attn_scale} has no place: it follows from the sizes")
     sparse = list(cfg.expert_layers or [True] * cfg.n_layers)
-    first = sparse.index(True)
+    first = sparse.index(True) if True in sparse else cfg.n_layers
     if not all(sparse[first:]):
         raise ValueError("expert_layers: only the first layers may be without experts")
     width = cfg.d_expert or cfg.d_mlp or 0

@@ -58,7 +58,9 @@ def read_config(reading: Reading) -> dict[str, Any]:
     norm: dict[str, Any] = {}
     if reading.flag("use_qk_norm", True):
         norm = {"use_qk_norm": True, "qk_norm_type": "RMSPre"}
-        if not all(turns):  # those that do not turn have none; elsewhere the order is all one
+        # those that do not turn have none, and the norm takes a factor of the turn out again;
+        # else the order is all one
+        if not all(turns) or fields["rotary_scaling"] is not None:
             norm["qk_norm_after_rotary"] = True
     mixture = {
         "num_experts": reading.size("num_local_experts", 16),
