@@ -35,7 +35,7 @@ $(VENV)/.check: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) --editable '.[test,dev,docs,notebooks,plot]'
 	touch $@ $(VENV)/.test $(VENV)/.package
 
-demo: $(VENV)/.package  ## a trained model, its activations and a patch, in one screen
+demo: $(VENV)/.package  ## look inside the trained model in the box
 	$(PY) -m transformer_lens_lite
 
 test: $(VENV)/.test  ## the tests (PYTEST_ARGS="-k cache" for some of them)

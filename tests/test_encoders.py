@@ -206,12 +206,6 @@ def test_processing_leaves_log_probabilities_alone(name: str) -> None:
     assert_close(model(ids, return_type="residual"), headless(ids).last_hidden_state)
 
 
-def test_processing_says_what_it_leaves_out() -> None:
-    hf_model = encoders.build("bert")
-    with pytest.warns(UserWarning, match="center_writing_weights is left out. norm_place='stream'"):
-        HookedTransformer.from_pretrained(hf_model=hf_model, device="cpu")
-
-
 @every_family
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()

@@ -275,3 +275,71 @@ def test_half_precision_is_no_further_from_fp32_than_hugging_face(
         ours.append(size((logits.float() - exact).abs()))
         theirs.append(size((hf_run(hf_half, tokens).logits.float() - exact).abs()))
     assert sum(ours) <= 1.1 * sum(theirs)
+
+
+# --- every field of Hugging Face's config, flipped ------------------------------------------------
+
+FLIPPED: dict[str, Any] = {
+    "layer_types": lambda types: [
+        "full_attention" if kind != "full_attention" else "sliding_attention" for kind in types
+    ],
+    "rope_parameters": lambda rope: {**rope, "rope_theta": 7.0},
+    "attn_config": lambda attn: {**attn, "clip_qkv": 0.3},
+}
+# They say nothing about the forward pass by themselves, or would stop Hugging Face's from running.
+UNTOUCHED = {"model_type", "architectures", "is_encoder_decoder", "use_cache"} | set(COSMETIC)
+
+
+def flipped(field: str, value: Any) -> Any:
+    """Another value of the same kind; the value itself where there is no obvious one."""
+    if field in FLIPPED and value is not None:
+        try:
+            return FLIPPED[field](value)
+        except (TypeError, AttributeError):
+            return value
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return 2 * value or 1
+    if isinstance(value, str) and "act" in field:
+        return "relu" if value != "relu" else "gelu"
+    return value
+
+
+def with_the_weights_of(hf_model: nn.Module, field: str, value: Any) -> nn.Module | None:
+    """The model with one field changed and the same weights; None where that is not possible."""
+    kept = {key: old for key, old in hf_model.config.to_dict().items() if key != "model_type"}
+    try:
+        config = type(hf_model.config)(**{**kept, field: value})
+        config.pad_token_id = None
+        changed = tiny.from_config(config)
+        changed.load_state_dict(hf_model.state_dict())
+        hf_run(changed, tiny.tokens(hf_model.config, length=23))
+    except Exception:  # whatever Hugging Face has against it
+        return None
+    return changed
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())
+@torch.no_grad()
+def test_a_flipped_field_changes_our_logits_as_it_changes_theirs_or_is_refused(name: str) -> None:
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config, length=23)
+    wrong, n_compared = [], 0
+    for field, value in hf_model.config.to_dict().items():
+        other = flipped(field, value)
+        if field in UNTOUCHED or other is value or other == value:
+            continue
+        changed = with_the_weights_of(hf_model, field, other)
+        if changed is None:
+            continue
+        try:
+            ours = load(changed)(tokens)
+        except ValueError:
+            continue
+        n_compared += 1
+        error = (ours - hf_run(changed, tokens).logits).abs().max()
+        if not error < TOLERANCE:
+            wrong.append(f"{field}={other!r}: {float(error):.1e}")
+    assert wrong == []
+    assert n_compared > 1

@@ -9,6 +9,7 @@ import torch
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.generate import ids_of, is_list_of
+from transformer_lens_lite.loading import open_checkpoint
 from transformer_lens_lite.root_module import checked_pairs
 
 
@@ -83,6 +84,16 @@ def test_arguments_of_generation_that_are_of_the_wrong_kind(
         plain["stop_at_eos"] = True
     with pytest.raises(ValueError, match=message):
         start(model, native.tokens(), **plain)
+
+
+def test_a_model_that_is_not_given_by_name_is_told_how() -> None:
+    import tiny
+
+    hf_model = tiny.build("llama")
+    with pytest.raises(ValueError, match="pass it as hf_model="):
+        open_checkpoint(hf_model)
+    with pytest.raises(ValueError, match="take the family's …ForCausalLM"):
+        HookedTransformer.from_pretrained(hf_model=hf_model.model, device="cpu")
 
 
 def test_what_is_no_token_id_is_named() -> None:

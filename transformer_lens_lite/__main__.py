@@ -34,7 +34,8 @@ def check(arguments: list[str]) -> int:
     from transformer_lens_lite.verification import verify
 
     parser = argparse.ArgumentParser(
-        prog="python -m transformer_lens_lite verify", description=verify.__doc__
+        prog="python -m transformer_lens_lite verify",
+        description="Run Hugging Face's model and ours on the same tokens, and compare them.",
     )
     add = parser.add_argument
     add("model", help="a folder or a hub name")

@@ -176,7 +176,10 @@ class KeyValueCacheEntry:
         """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""
         if batch == self.batch_size or (self.frozen and self.batch_size == 1):
             return
-        hint = " (freeze() it to share it, or expand(n) it)" if self.batch_size == 1 else ""
+        if self.frozen:
+            hint = " (a frozen cache serves as many rows as it has, or any number when it has one)"
+        else:
+            hint = " (freeze() it to share it, or expand(n) it)" if self.batch_size == 1 else ""
         raise ValueError(f"the cache holds {self.batch_size} rows, the input has {batch}{hint}")
 
     def check_room(self, n_new: int) -> None:
@@ -248,6 +251,10 @@ class KeyValueCache:
         Args:
             max_len: room for exactly this many positions, allocated now; None: grow geometrically.
         """
+        if not isinstance(cfg, HookedTransformerConfig):
+            raise TypeError(
+                f"init_cache needs a config, such as model.cfg; got {type(cfg).__name__}"
+            )
         assert isinstance(cfg.dtype, torch.dtype)
         where = torch.device(device or cfg.device or "cpu")
         if where == torch.device("cuda"):  # tensors there will say which one

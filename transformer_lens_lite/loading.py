@@ -350,7 +350,7 @@ AROUND_TEXT = ("gemma3", "mistral3")
 
 
 def open_checkpoint(
-    name: str | os.PathLike[str] | None,
+    name: Any,
     hf_model: torch.nn.Module | None = None,
     hf_config: Any = None,
     revision: str | None = None,
@@ -373,6 +373,9 @@ def open_checkpoint(
                 f"{type(hf_model).__name__}"
             )
         whole = ModelCheckpoint(hf_model, hf_config)
+    elif name is not None and not isinstance(name, (str, os.PathLike)):
+        what = "pass it as hf_model=" if isinstance(name, torch.nn.Module) else "it must be a name"
+        raise ValueError(f"the model's name is a {type(name).__name__}; {what}")
     elif name is not None and (file := _training_file(name)) is not None:
         return TrainingCheckpoint(file, hf_config)
     elif name is not None:
@@ -398,7 +401,9 @@ def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
     if local is not None:
         return local
     text = os.fspath(name)
-    if isinstance(name, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1:
+    names_a_file = Path(text).expanduser().is_file()
+    is_path = isinstance(name, os.PathLike) or text.startswith((".", "/", "~"))
+    if names_a_file or is_path or text.count("/") > 1:
         is_file = Path(text).expanduser().exists()
         raise FileNotFoundError(
             f"{text} {'is a file; give its folder' if is_file else 'does not exist'}"

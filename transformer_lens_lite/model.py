@@ -496,7 +496,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         if longest > self.cfg.n_ctx:
             raise ValueError(
                 f"the input reaches {longest} positions, cached ones included, but this model has "
-                f"n_ctx={self.cfg.n_ctx} (model.to_tokens(text) cuts a text to that)"
+                f"n_ctx={self.cfg.n_ctx} (model.to_tokens(text) cuts a text to that; behind a "
+                "cache there is less room)"
             )
 
     def input_to_embed(
@@ -595,8 +596,9 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     def _apply(self, *args: Any, **kwargs: Any) -> "HookedTransformer":
         """What `.to()`, `.half()`, `.cuda()` … of this model, or of one around it, come to."""
         super()._apply(*args, **kwargs)
-        self.cfg.device = str(self.embed.W_E.device)
-        self.cfg.dtype = self.embed.W_E.dtype
+        if not self.embed.W_E.is_meta:  # else the weights are still to come, to the place cfg says
+            self.cfg.device = str(self.embed.W_E.device)
+            self.cfg.dtype = self.embed.W_E.dtype
         return self
 
     def cuda(self, device: Any = None) -> "HookedTransformer":

@@ -255,7 +255,8 @@ class CenterWritingWeights(Step):
     name = "center_writing_weights"
 
     def applies(self, cfg: HookedTransformerConfig) -> bool:
-        return cfg.normalization_type in ("LN", "LNPre")
+        # where the stream is a norm's output, no weight writes its mean
+        return cfg.normalization_type in ("LN", "LNPre") and cfg.norm_place != "stream"
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         if cfg.final_rms:

@@ -535,6 +535,8 @@ def _some(names: Sequence[str]) -> str:
 def _problems(missing: Sequence[str], leftover: Sequence[str]) -> Iterator[str]:
     if missing:
         yield f"missing {_some(missing)}"
+        if set(missing) & {"lm_head.weight", "embed_out.weight", "output.weight"}:
+            yield "its head is not there: take the family's …ForCausalLM, not the bare model"
     if leftover:
         yield f"no place for {_some(leftover)}"
         if any(".lora_" in name or name.startswith("base_model.") for name in leftover):
