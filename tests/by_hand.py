@@ -55,6 +55,8 @@ class ByHand:
         """[pos, d_vocab_out] for ids [pos]."""
         cfg = self.cfg
         x = self["embed.W_E"][row] * cfg.embed_scale
+        if cfg.d_embed is not None:
+            x = x @ self["embed.widen.W_project"]
         if cfg.post_embedding_ln and not cfg.post_embedding_ln_last:
             x = self.norm(x, "embed.ln", "LN")
         if cfg.n_token_types:
@@ -89,6 +91,8 @@ class ByHand:
             dense = x @ self["unembed.transform.W_dense"] + self["unembed.transform.b_dense"]
             dense = ACTIVATIONS[cfg.unembed_act_fn](dense)
             x = self.norm(dense, "unembed.transform.ln", "LN")
+        if cfg.d_embed is not None:
+            x = x @ self["unembed.transform.W_project"]
         out = (x @ self["unembed.W_U"] + self["unembed.b_U"]) * cfg.logit_scale
         cap = cfg.output_logits_soft_cap
         return cap * torch.tanh(out / cap) if cap > 0 else out

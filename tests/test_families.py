@@ -131,7 +131,7 @@ def changed(name: str, value: Any, cfg: Any) -> Any:
         return value // 2 if value % 4 == 0 else value - 2
     if isinstance(value, int):
         return value + 1
-    return 1.7 * value if name != "eps" else 1e-6
+    return 1.7 * value if name != "eps" else 0.05
 
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)

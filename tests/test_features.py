@@ -495,6 +495,7 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "latent_kv_rank": ({**ROTARY, "rotary_dim": 4}, 9),
     "latent_q_rank": (LATENT, 7),
     "d_value": (LATENT, 3),
+    "d_embed": ({}, 9),
     "latent_eps": (LATENT, 0.1),
     "num_experts": (EXPERTS, 5),
     "experts_per_token": (EXPERTS, 3),

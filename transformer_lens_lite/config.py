@@ -394,6 +394,7 @@ class HookedTransformerConfig:
     reserved_positions: int = 0  # rows of the position matrix before that of position 0
     # local layers see stretches of window_size positions instead of a window that slides
     chunked_attention: bool = False
+    d_embed: int | None = None  # embeddings are narrower than the stream; None: they are not
     # latent attention: see LatentSpec
     latent_kv_rank: int | None = None  # None: keys and values are made from the stream
     latent_q_rank: int | None = None
@@ -499,7 +500,7 @@ class HookedTransformerConfig:
         for name in (
             "d_mlp", "n_key_value_heads", "rotary_dim", "window_size", "num_experts",
             "experts_per_token", "d_expert", "d_shared_expert", "latent_kv_rank",
-            "latent_q_rank", "d_value",
+            "latent_q_rank", "d_value", "d_embed",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -640,6 +641,11 @@ class HookedTransformerConfig:
         self._query_growth(turns=False)  # raises on bad parameters
 
     def _check_latent(self) -> None:
+        if self.d_embed is not None and self.unembed_act_fn is not None:
+            raise ValueError(
+                f"d_embed={self.d_embed} and unembed_act_fn={self.unembed_act_fn!r} cannot be "
+                "combined"
+            )
         if self.latent_kv_rank is None:
             for name in ("latent_q_rank", "d_value"):
                 if getattr(self, name) is not None:

@@ -197,6 +197,8 @@ class FoldLayerNorm(Step):
             )
         if not cfg.unembedding and cfg.final_norm and has_norm_weights(cfg):
             return "unembedding=False: no matrix reads the final norm"
+        if cfg.d_embed is not None:
+            return f"d_embed={cfg.d_embed}: what reads the last norm has no place for its bias"
         if cfg.shared_expert_gate and cfg.normalization_type == "LN":
             return "shared_expert_gate=True: that gate has no place for a norm's bias"
         return None
@@ -259,6 +261,8 @@ class CenterWritingWeights(Step):
         return cfg.normalization_type in ("LN", "LNPre") and cfg.norm_place != "stream"
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
+        if cfg.d_embed is not None:
+            return f"d_embed={cfg.d_embed}: embeddings are not written to the stream directly"
         if cfg.final_rms:
             return "final_rms=True: the last norm is an RMSNorm, which sees the stream's mean"
         if cfg.norm_place == "post":

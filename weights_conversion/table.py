@@ -306,6 +306,8 @@ class Architecture:
     ignore: names of tensors that carry nothing, with the reason.
     cosmetic: config fields without effect on the logits, with the reason.
     optional_prefix: a prefix that some checkpoints leave out.
+    further_layers: why files may hold layers past those the config counts, and Hugging Face does
+        not run them; empty: they do not.
     headless_class: the class of checkpoints without a single tensor whose name starts with
         `head_prefix`; `architectures` of their configs says so.
     old_names: endings of names, and what old files have instead.
@@ -320,6 +322,7 @@ class Architecture:
     cosmetic: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
+    further_layers: str = ""
     headless_class: str = ""
     head_prefix: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
@@ -397,6 +400,7 @@ class Table:
         self.family = architecture.model_type
         self.sizes = sizes_of(cfg)
         self.n_layers = cfg.n_layers
+        self.n_layers_in_checkpoint = cfg.n_layers if n_layers is None else n_layers
         rows = architecture.rows(cfg, reading)
         # the largest first: what a conversion needs beside the result is then needed early
         rows = sorted(rows, key=lambda row: isinstance(row, Map) and "{i}" in row.hf)
@@ -438,6 +442,12 @@ class Table:
                 found += [variant.removesuffix(new) + old for variant in found]
         return found
 
+    def _beyond_the_model(self, name: str) -> bool:
+        """Whether it is of a layer the config does not count, in families that have such."""
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        has_more = bool(self.architecture.further_layers)
+        return has_more and layer is not None and int(layer[1]) >= self.n_layers_in_checkpoint
+
     # -- Hugging Face -> native --
 
     def locate(self, names: set[str]) -> dict[str, str]:
@@ -456,7 +466,8 @@ class Table:
             if row.source not in found and row.hf in found:
                 found[row.source] = found.pop(row.hf)
         missing = [name for name in wanted if name not in found]
-        leftover = sorted(names - set(found.values()) - self.unused)
+        unknown = names - set(found.values()) - self.unused
+        leftover = sorted(name for name in unknown if not self._beyond_the_model(name))
         if missing or leftover:
             raise ValueError(
                 f"not a {self.architecture.model_type} checkpoint of this config: "
@@ -571,7 +582,8 @@ def behaviour(cfg: HookedTransformerConfig) -> dict[str, Any]:
     """What a config means, field by field: equal behaviour, equal logits."""
     names = (
         "n_layers d_model d_vocab d_vocab_out tie_word_embeddings positional_embedding_type "
-        "reserved_positions post_embedding_ln post_embedding_ln_last n_token_types unembedding "
+        "reserved_positions d_embed post_embedding_ln post_embedding_ln_last n_token_types "
+        "unembedding "
         "unembed_act_fn output_logits_soft_cap embed_scale logit_scale "
         "attn_only"
     )

@@ -21,14 +21,17 @@ NO_LOGITS = (
 
 
 class Embed(Component):
-    """Token embedding `W_E` [d_vocab, d_model]; `ln` follows it in models with `post_embedding_ln`,
+    """Token embedding `W_E` [d_vocab, d_model], or [d_vocab, d_embed], which `widen` brings to
+    d_model; `ln` follows it in models with `post_embedding_ln`,
     unless that norm waits for the positions."""
 
     def __init__(self, cfg: HookedTransformerConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model))
+        width = cfg.d_embed or cfg.d_model
+        self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, width))
         self.scale = cfg.embed_scale
+        self.widen = Absent() if cfg.d_embed is None else Projection(width, cfg.d_model)
         follows = cfg.post_embedding_ln and not cfg.post_embedding_ln_last
         self.ln = build_norm(cfg.norm_spec(kind="LN")) if follows else Absent()
 
@@ -43,15 +46,27 @@ class Embed(Component):
             raise ValueError(
                 f"token id {wrong} is outside the vocabulary of {self.W_E.shape[0]}"
             ) from None
-        return self.ln(self.scaled(embedded))
+        return self.ln(self.widen(self.scaled(embedded)))
 
     def scaled(
-        self, embedded: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos d_model"]:
+        self, embedded: Float[Tensor, "batch pos d_embed"]
+    ) -> Float[Tensor, "batch pos d_embed"]:
         """Times the embedding multiplier, rounded to the model's dtype as checkpoints expect."""
         if self.scale == 1.0:
             return embedded
         return embedded * torch.tensor(self.scale, dtype=embedded.dtype, device=embedded.device)
+
+
+class Projection(Component):
+    """A matrix between embeddings and a wider stream: x `W_project` [d_in, d_out]."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.W_project = transposed(d_in, d_out)
+
+    def forward(self, x: Float[Tensor, "batch pos d_in"]) -> Float[Tensor, "batch pos d_out"]:
+        """From one width to the other."""
+        return F.linear(x, self.W_project.T)
 
 
 class PosEmbed(Component):
@@ -121,14 +136,18 @@ class Unembed(Component):
         super().__init__()
         self.cfg = cfg
         act_fn = cfg.unembed_act_fn
-        self.transform = Absent() if act_fn is None else UnembedTransform(cfg, act_fn)
+        self.transform: Component = Absent()
+        if act_fn is not None:
+            self.transform = UnembedTransform(cfg, act_fn)
+        if cfg.d_embed is not None:
+            self.transform = Projection(cfg.d_model, cfg.d_embed)
         self._make_weight()
         self.b_U = nn.Parameter(torch.zeros(cfg.d_vocab_out))
-        self.hook_in = HookPoint()  # [batch, pos, d_model], what W_U multiplies
+        self.hook_in = HookPoint()  # [batch, pos, d_model or d_embed], what W_U multiplies
         self.hook_out = HookPoint()  # [batch, pos, d_vocab_out], before any scaling or softcap
 
     def _make_weight(self) -> None:
-        self.W_U = transposed(self.cfg.d_model, self.cfg.d_vocab_out)
+        self.W_U = transposed(self.cfg.d_embed or self.cfg.d_model, self.cfg.d_vocab_out)
 
     def forward(
         self, x: Float[Tensor, "batch pos d_model"]

@@ -242,6 +242,7 @@ V3 = replace(
     read_config=read_v3,
     write_config=write_v3,
     rows=v3_rows,
+    further_layers="they predict tokens further on (num_nextn_predict_layers)",
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
     cosmetic={
         **TRAINING_ONLY,

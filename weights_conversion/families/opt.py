@@ -1,6 +1,8 @@
-"""OPT: learned positions, of which the first two rows belong to no position."""
+"""OPT: learned positions, of which the first two rows belong to no position; the model of 350M
+parameters has narrower embeddings, and norms behind its sublayers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig
@@ -15,9 +17,9 @@ ATTN = f"{BLOCK}self_attn."
 
 def read_config(reading: Reading) -> dict[str, Any]:
     d_model, n_heads, d_head = head_size(reading, "hidden_size", "num_attention_heads")
-    reading.require("word_embed_proj_dim", d_model, "embeddings have the width of the stream")
-    reading.require("do_layer_norm_before", True, "norms stand before attention and MLP")
-    reading.require("_remove_final_layer_norm", False, "the final norm is always there")
+    d_embed = reading.size("word_embed_proj_dim", d_model)
+    before = reading.flag("do_layer_norm_before", True)
+    last = before and not reading.flag("_remove_final_layer_norm", False)
     return {
         "n_layers": reading.size("num_hidden_layers"),
         "d_model": d_model,
@@ -29,6 +31,9 @@ def read_config(reading: Reading) -> dict[str, Any]:
         "act_fn": reading.activation("activation_function", "relu"),
         "eps": 1e-5,
         "normalization_type": "LN" if weighted_norms(reading) else "LNPre",
+        "norm_place": "pre" if before else "stream",
+        "final_norm": last,
+        "d_embed": None if d_embed == d_model else d_embed,
         "positional_embedding_type": "standard",
         "reserved_positions": 2,
         "tie_word_embeddings": reading.flag("tie_word_embeddings", True),
@@ -45,13 +50,14 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
     return {
         "num_hidden_layers": cfg.n_layers,
         "hidden_size": cfg.d_model,
-        "word_embed_proj_dim": cfg.d_model,
+        "word_embed_proj_dim": cfg.d_embed or cfg.d_model,
         "num_attention_heads": cfg.n_heads,
         "ffn_dim": cfg.d_mlp,
         "vocab_size": cfg.d_vocab,
         "max_position_embeddings": cfg.n_ctx,
         "activation_function": write_activation(cfg),
-        "do_layer_norm_before": True,
+        "do_layer_norm_before": cfg.norm_place == "pre",
+        "_remove_final_layer_norm": cfg.norm_place == "pre" and not cfg.final_norm,
         "layer_norm_elementwise_affine": cfg.normalization_type == "LN",
         "enable_bias": any(needs(name) for name in biases),
         "tie_word_embeddings": cfg.tie_word_embeddings,
@@ -60,13 +66,25 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
 
 def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
     bias = reading.flag("enable_bias", True)
+    sizes = {"o": cfg.d_embed or cfg.d_model}
+    narrow = [
+        replace(row, sizes={"m": sizes["o"]}) if isinstance(row, Map) else row
+        for row in ends(cfg, f"{DECODER}embed_tokens")
+    ]
     norms = [
         *layer_norm(f"{BLOCK}self_attn_layer_norm", "blocks.{i}.ln1"),
         *layer_norm(f"{BLOCK}final_layer_norm", "blocks.{i}.ln2"),
-        *layer_norm(f"{DECODER}final_layer_norm", "ln_final"),
+        *(layer_norm(f"{DECODER}final_layer_norm", "ln_final") if cfg.final_norm else []),
+    ]
+    projections_of_embeddings = [
+        Map(f"{DECODER}project_in.weight", "embed.widen.W_project", "m o -> o m", sizes=sizes),
+        Map(
+            f"{DECODER}project_out.weight", "unembed.transform.W_project", "o m -> m o", sizes=sizes
+        ),
     ]
     return [
-        *ends(cfg, f"{DECODER}embed_tokens"),
+        *narrow,
+        *(projections_of_embeddings if cfg.d_embed is not None else []),
         Map(
             f"{DECODER}embed_positions.weight",
             ("pos_embed.W_reserved", "pos_embed.W_pos"),
