@@ -100,7 +100,6 @@ LEFT_OUT = {
     "ln_both": {"center_writing_weights"},
     "ln_final_rms": {"center_writing_weights"},
     "ln_post": {"center_writing_weights"},
-    "ln_stream": {"center_writing_weights"},
     "ln_no_first_norm": {"center_writing_weights"},
     "ln_no_final_norm": {"center_writing_weights"},
     "ln_softcap": {"center_unembed"},

@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 import torch
-from families import FIELDS, SIZES, VARIANTS  # noqa: F401 (tests take them from here)
+from families import FIELDS, FIRST_VARIANTS, SIZES, VARIANTS  # noqa: F401 (tests take them from here)
 from families.llama import LLAMA, LLAMA3, LONG, ORIGINAL, YARN, rope  # noqa: F401
 from torch import Tensor, nn
 

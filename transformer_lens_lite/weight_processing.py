@@ -407,6 +407,7 @@ def rewritten(
         a tensor's memory can go once it has been rewritten.
     """
     cfg, own = copy.deepcopy(cfg), with_unembedding(cfg, state)
+    had_its_head = "unembed.W_U" in state
     accepted = []
     for step in steps:
         if not step.applies(cfg):
@@ -429,7 +430,7 @@ def rewritten(
         new.update({prefix + name: tensor for name, tensor in weights.items()})
         if progress is not None:
             progress(n_bytes)
-    if cfg.tie_word_embeddings:  # no step has parted them
+    if cfg.tie_word_embeddings and not had_its_head:  # and no step has parted them
         new.pop("unembed.W_U", None)
     return cfg, new
 

@@ -20,3 +20,6 @@ for _found in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.n
     SIZES |= _module.SIZES
     VARIANTS |= _module.VARIANTS
     FIELDS += _module.FIELDS
+
+# One variant of each family: the first.
+FIRST_VARIANTS = {model_type: name for name, (model_type, _) in reversed(VARIANTS.items())}
