@@ -333,7 +333,7 @@ def test_one_layers_norm_bias_gives_every_gate_its_biases() -> None:
 
 LEFT_OUT_OF_CENTRING = {
     *(name for name, steps in LEFT_OUT.items() if "center_writing_weights" in steps),
-    *("ln_after_embedding", "ln_after_positions"),
+    *("ln_after_embedding", "ln_after_positions", "ln_stream"),
 }
 CENTRED = [
     name
