@@ -1300,3 +1300,8 @@ def test_parameters_follow_every_way_of_replacing_them():
     del norm.w
     assert not hasattr(norm, "w")
     assert "w" not in norm._parameters
+    norm._parameters.update(w=taken)
+    assert norm.w is norm._parameters.setdefault("w", None) is taken
+    norm._parameters.clear()
+    assert not hasattr(norm, "w")
+    assert not hasattr(norm, "b")

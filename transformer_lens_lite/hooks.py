@@ -10,7 +10,7 @@ gradient, a 1-tuple of one, or None.
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -92,10 +92,12 @@ class AttributeDict(dict[str, Any]):
         super().__delitem__(name)
         self._attributes().pop(name, None)
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """As dict.pop."""
-        self._attributes().pop(name, None)
-        return super().pop(name, *default)
+    # by the two methods above, where dict's own would go past them
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+    update = MutableMapping.update
+    clear = MutableMapping.clear
+    setdefault = MutableMapping.setdefault
 
 
 class LensHandle:
@@ -279,8 +281,20 @@ class HookPoint(Component):
             alias_names: call it once per name, with `hook.name` being that name.
         Raises: ValueError for another `dir`; TypeError when `hook` is not callable.
         """
-        handles = self.handles(dir)
         check_hook(hook, self.name)
+        return self.attach(hook, dir, is_permanent, level, prepend, alias_names)
+
+    def attach(
+        self,
+        hook: HookFunction,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+        alias_names: Sequence[str] | None = None,
+    ) -> LensHandle:
+        """`add_hook` for a function that `check_hook` has seen: it may go to many points."""
+        handles = self.handles(dir)
         handle = LensHandle(self, hook, dir, is_permanent, level, alias_names)
         handles.insert(0 if prepend else len(handles), handle)
         return handle

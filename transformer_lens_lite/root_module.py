@@ -22,6 +22,7 @@ from transformer_lens_lite.hooks import (
     HookFunction,
     HookPoint,
     LensHandle,
+    check_hook,
 )
 from transformer_lens_lite.utils import Slice, SliceInput
 
@@ -130,9 +131,10 @@ class HookedRootModule(Component):
         Returns: a handle with `remove()`.
         Raises: UnknownHookError for a name that selects nothing.
         """
+        names = self.resolve_names(name)
+        check_hook(hook, names[0] if names else None)
         handles = HandleGroup(
-            self.hook_dict[n].add_hook(hook, dir, is_permanent, level, prepend)
-            for n in self.resolve_names(name)
+            self.hook_dict[n].attach(hook, dir, is_permanent, level, prepend) for n in names
         )
         return handles[0] if isinstance(name, str) and len(handles) == 1 else handles
 
@@ -205,12 +207,12 @@ class HookedRootModule(Component):
         the hooks of this block are detached; with `reset_hooks_end=False` they stay.
         """
         directions: list[tuple[Direction, NamedHooks]] = [("fwd", fwd_hooks), ("bwd", bwd_hooks)]
-        wanted = [
-            (name, hook, direction)
-            for direction, pairs in directions
-            for name_or_filter, hook in checked_pairs(pairs, direction)
-            for name in self.resolve_names(name_or_filter)
-        ]
+        wanted = []
+        for direction, pairs in directions:
+            for name_or_filter, hook in checked_pairs(pairs, direction):
+                names = self.resolve_names(name_or_filter)
+                check_hook(hook, names[0] if names else None)
+                wanted += [(name, hook, direction) for name in names]
         with self._attached(wanted, reset_hooks_end, clear_contexts):
             yield self
 
@@ -221,13 +223,13 @@ class HookedRootModule(Component):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[list[LensHandle]]:
-        """Attach (name, hook, direction) triples whose names are known to exist."""
+        """Attach (name, hook, direction) triples of existing names and hooks that were checked."""
         self.context_level += 1
         handles: list[LensHandle] = []
         try:
             for name, hook, direction in wanted:
                 point = self.hook_dict[name]
-                handles.append(point.add_hook(hook, direction, level=self.context_level))
+                handles.append(point.attach(hook, direction, level=self.context_level))
             yield handles
         finally:
             self.context_level -= 1
