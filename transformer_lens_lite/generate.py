@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_lens_lite.config import names_the_nearest
 from transformer_lens_lite.kv_cache import KeyValueCache
-from transformer_lens_lite.sampling import Number, check_sampling, sample_logits
+from transformer_lens_lite.sampling import Number, check_sampling, next_tokens
 from transformer_lens_lite.tokens import is_text
 
 RETURN_TYPES = ("input", "str", "tokens", "embeds")
@@ -139,7 +139,7 @@ class Generation:
 
     def _picked(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Int[Tensor, " batch"]:
         """The next token of each row; rows that have ended get padding."""
-        tokens = sample_logits(logits, **self.sampling, **self._seen())
+        tokens = next_tokens(logits, **self.sampling, **self._seen())
         return tokens.masked_fill(self.finished, self.ending.pad_id) if self.can_end else tokens
 
     def _append(self, tokens: Int[Tensor, " batch"]) -> None:
@@ -365,7 +365,8 @@ def generate(
             bar.update()
             if output_logits:
                 logits.append(generation.logits)
-    logits = [each.clone() for each in logits]  # ordinary tensors, whatever the mode was
+    for step, each in enumerate(logits):  # ordinary tensors, whatever the mode was
+        logits[step] = each.clone()
     result = finished_form(generation, input, return_type)
     return GenerateOutput(result, tuple(logits)) if output_logits else result
 

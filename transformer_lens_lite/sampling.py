@@ -189,6 +189,26 @@ def sample_logits(
     `tokens`, and, on the CPU, for logits that are NaN or infinite.
     """
     check_sampling(top_k, top_p, temperature, freq_penalty, repetition_penalty, min_p)
+    return next_tokens(
+        final_logits, top_k, top_p, temperature, freq_penalty, repetition_penalty, tokens, min_p,
+        generator, do_sample, mask,
+    )  # fmt: skip
+
+
+def next_tokens(
+    final_logits: Logits,
+    top_k: int | None,
+    top_p: Number | None,
+    temperature: Number,
+    freq_penalty: Number,
+    repetition_penalty: Number,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    min_p: Number | None = None,
+    generator: torch.Generator | None = None,
+    do_sample: bool = True,
+    mask: Int[Tensor, "batch pos"] | None = None,
+) -> Int[Tensor, " batch"]:
+    """`sample_logits` for arguments that `check_sampling` has seen: for every step of a loop."""
     # In half precision neither the nucleus' cumulative sum nor the noise is good enough.
     logits = final_logits.float() if final_logits.dtype.itemsize < 4 else final_logits
     greedy = largest(logits)
