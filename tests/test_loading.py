@@ -697,7 +697,35 @@ def test_a_bar_for_large_checkpoints(
         bar = capsys.readouterr().err
         assert "loading weights" in bar
         assert "kB/" in bar or "B/s" in bar
-        load(folder, processing=processing, dtype="bf16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("processing", [None, {"fold_ln": True}])
+def test_the_bar_ends_at_its_total(
+    dtype: str, processing: dict[str, bool] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of the file, however they are delivered; the file's header is not one of them."""
+    bars = []
+
+    class Bar:
+        def __init__(self, total: int) -> None:
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def update(self, n: int) -> None:
+            self.n += n
+
+    monkeypatch.setattr(loading, "_bar", Bar)
+    load(folder, processing=processing, dtype=dtype)
+    (bar,) = bars
+    # processing counts the biases that a file leaves out, too
+    assert 0.85 * bar.total < bar.n < 1.05 * bar.total
 
 
 def test_tokenizers(folder: Path, tmp_path: Path) -> None:

@@ -125,8 +125,6 @@ def _torch_load(path: Path) -> Any:
 
 
 def _open(path: Path) -> _File:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}, which the index names")
     if path.suffix != ".safetensors":
         return _BinFile(path)
     from safetensors import SafetensorError, safe_open
@@ -263,9 +261,6 @@ class TextPart:
     other parts are not there. An unknown name stays what it is, to be refused by it.
     """
 
-    inside = {"language_model.": "", "model.language_model.": "model."}
-    others = ("vision_tower.", "multi_modal_projector.")
-
     def __init__(self, whole: "FolderCheckpoint | ModelCheckpoint") -> None:
         self.whole = whole
         self.where = f"{whole.where}: text_config"
@@ -275,11 +270,11 @@ class TextPart:
         self.original = {
             self._renamed(name): name
             for name in whole.names()
-            if not name.removeprefix("model.").startswith(self.others)
+            if not name.removeprefix("model.").startswith(_conversion().OTHER_PARTS)
         }
 
     def _renamed(self, name: str) -> str:
-        for prefix, short in self.inside.items():
+        for prefix, short in _conversion().TEXT_PREFIXES.items():
             if name.startswith(prefix):
                 return short + name.removeprefix(prefix)
         return name
@@ -310,9 +305,8 @@ class TrainingCheckpoint:
         self.path, self.where = path, str(path)
         held = dict(_BinFile(path).tensors)
         if "model" in held and isinstance(held["model"], Mapping):  # beside an optimizer's state
-            sizes, tensors = held.get("model_args"), held["model"]
-            if hf_config is None and isinstance(sizes, Mapping):
-                hf_config = {"model_type": "nanogpt", **sizes}
+            tensors = held["model"]
+            hf_config = _conversion().config_of_training(held) if hf_config is None else hf_config
         else:
             tensors = held
         if hf_config is None:
@@ -345,8 +339,6 @@ class TrainingCheckpoint:
 
 Checkpoint = FolderCheckpoint | ModelCheckpoint | TextPart | TrainingCheckpoint
 TRAINING_FILES = (".pt", ".pth")
-# Families that see images, around a language model that is a family of its own.
-AROUND_TEXT = ("gemma3", "mistral3")
 
 
 def open_checkpoint(
@@ -382,8 +374,7 @@ def open_checkpoint(
         whole = FolderCheckpoint(_folder(name, revision), hf_config)
     else:
         raise ValueError("give the name or the folder of a model, or hf_model=")
-    around_text = whole.config.get("model_type") in AROUND_TEXT
-    return TextPart(whole) if around_text and "text_config" in whole.config else whole
+    return TextPart(whole) if _conversion().is_around_text(whole.config) else whole
 
 
 def _training_file(name: str | os.PathLike[str]) -> Path | None:
@@ -520,7 +511,8 @@ def load_tokenizer(
 class _Delivered:
     """A checkpoint whose tensors arrive on a device and in a dtype; a live model's as copies.
 
-    `passing`: they will be rewritten and let go, in their own dtype until then.
+    `passing`: they will be rewritten and let go, in their own dtype until then. `progress` is told
+    the bytes of what is read to stay.
     """
 
     def __init__(
@@ -528,17 +520,21 @@ class _Delivered:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        passing: bool = False,
+        passing: bool,
+        progress: Callable[[int], Any],
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.progress = checkpoint, progress
         self.device, self.dtype, self.passing = device, dtype, passing
         self.names, self.describe = checkpoint.names, checkpoint.describe
 
     def read(self, name: str) -> Float[Tensor, "..."]:
-        tensor = self.checkpoint.read(name)
-        stays = tensor.dtype == self.dtype and tensor.device == self.device
-        if self.passing or not stays:
+        if self.passing:
             tensor = self.checkpoint.read_alone(name)
+        else:
+            tensor = self.checkpoint.read(name)
+            self.progress(tensor.nbytes)
+            if tensor.dtype != self.dtype or tensor.device != self.device:
+                tensor = self.checkpoint.read_alone(name)
         if tensor.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{self.describe(name)}: {name} is {tensor.dtype}; quantised weights are not "
@@ -601,10 +597,9 @@ def load_pretrained(
     target = torch.device(cfg.device or "cpu") if move_to_device else torch.device("cpu")
     steps = {name for name, wanted in (processing or {}).items() if wanted}
     wanted = parse_dtype(cfg.dtype)
-    source = _Delivered(checkpoint, target, wanted, passing=bool(steps))
-    narrowing = wanted.itemsize / 4 if not steps and wanted.itemsize < 4 else 1
-    with _bar(int(checkpoint.n_bytes() * narrowing)) as bar:
-        state = _read_state(table, source, bar.update)
+    with _bar(checkpoint.n_bytes()) as bar:
+        source = _Delivered(checkpoint, target, wanted, bool(steps), bar.update)
+        state = _read_state(table, source)
         # all sizes are known to be true by now
         _conversion().check_angles(cfg, checkpoint.where)
         _set_context(cfg, state, n_ctx)
@@ -657,14 +652,8 @@ def _display_name(model_name: str | os.PathLike[str] | None, checkpoint: Checkpo
     return str(checkpoint.config.get("_name_or_path") or "custom")
 
 
-def _read_state(
-    table: Any, source: _Delivered, progress: Callable[[int], Any]
-) -> dict[str, Float[Tensor, "..."]]:
-    state = {}
-    for name, tensor in table.to_native(source):
-        state[name] = tensor
-        if not source.passing:  # else reading costs nothing yet
-            progress(tensor.nbytes)
+def _read_state(table: Any, source: _Delivered) -> dict[str, Float[Tensor, "..."]]:
+    state = dict(table.to_native(source))
     for name, shape in table.zeros.items():
         state[name] = torch.zeros(shape, device=source.device, dtype=source.dtype)
     return state

@@ -40,7 +40,6 @@ class NativeTable:
         self.zeros = {
             name: tuple(shape) for name, shape in zeros.items() if self._layer(name) < cfg.n_layers
         }
-        self.n_native = 0
         self.family = "native"
 
     @staticmethod
@@ -57,7 +56,6 @@ class NativeTable:
                     f"{self.n_layers_in_file} layers"
                 )
         names = sorted(name for name in source.names() if self._layer(name) < self.n_layers)
-        self.n_native = len(names)
         for name in names:
             yield name, source.read(name)
 

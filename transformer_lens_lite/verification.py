@@ -122,8 +122,23 @@ def verify(
     tokens = tokens_for(ours) if tokens is None else ours.input_to_embed(tokens)[1]  # checked
     if tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise ValueError(f"tokens must be [batch, pos] with at least two, got {list(tokens.shape)}")
-    width, was_training = theirs.dtype, theirs.training
+    was_training = theirs.training
     theirs.eval()
+    try:
+        return compared(ours, theirs, tokens, n_greedy, tolerance)
+    finally:
+        theirs.train(was_training)
+
+
+def compared(
+    ours: HookedTransformer,
+    theirs: Any,
+    tokens: Int[Tensor, "batch pos"],
+    n_greedy: int,
+    tolerance: float | None,
+) -> Verification:
+    """`verify` for two models that are there."""
+    width = theirs.dtype
     _, table = as_checkpoint(ours)
     places = {place.hook: place for place in places_of(table, ours)}
     seen, their_output = run_theirs(theirs, tokens, places.values(), ours.is_causal)
@@ -147,7 +162,6 @@ def verify(
         mine, other = (float(lm_cross_entropy_loss(x.float(), tokens)) for x in (end, their_end))
         loss = abs(mine - other)
         equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
-    theirs.train(was_training)
     return Verification(
         family=table.architecture.model_type,
         dtype=width,
@@ -176,15 +190,14 @@ def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
         return load(hf_model=model, dtype=model.dtype, device=model.device), model
     ours = load(model, dtype=dtype)
     place = BOXED.get(str(model), model)
-    kind = (ours.checkpoint_config or {}).get("model_type")
-    if kind in (None, "nanogpt", "mingpt"):
+    if ours.checkpoint_config is None or not as_checkpoint(ours)[1].architecture.in_transformers:
         raise ValueError(f"{model} is not in a format of Hugging Face's: nothing to compare with")
     return ours, hugging_face(place, dtype, ours).to(ours.W_E.device)
 
 
 def hugging_face(place: str | PathLike[str], dtype: torch.dtype, ours: HookedTransformer) -> Any:
-    """Hugging Face's model of the kind ours is, its attention and experts computed in plain
-    steps."""
+    """Hugging Face's model of the kind ours is, its attention (but for ALiBi) and experts computed
+    in plain steps."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
     kind = AutoModelForCausalLM if ours.is_causal else AutoModelForMaskedLM

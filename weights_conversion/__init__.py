@@ -11,6 +11,7 @@ from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig, closest
 from weights_conversion.families import all_architectures
+from weights_conversion.families.nanogpt import config_of as config_of_training
 from weights_conversion.fields import Reading, check_angles
 from weights_conversion.table import (
     Architecture,
@@ -25,6 +26,8 @@ from weights_conversion.table import (
 )
 
 __all__ = [
+    "OTHER_PARTS",
+    "TEXT_PREFIXES",
     "Architecture",
     "Map",
     "Reading",
@@ -34,10 +37,12 @@ __all__ = [
     "Zeros",
     "architecture_for",
     "check_angles",
+    "config_of_training",
     "completed",
     "differences",
     "export_config",
     "first_layers",
+    "is_around_text",
     "register_architecture",
     "supported",
 ]
@@ -55,6 +60,18 @@ def supported() -> list[str]:
 def register_architecture(model_type: str, architecture: Architecture) -> None:
     """Make configs of this `model_type` loadable. A second registration replaces the first."""
     _REGISTRY[model_type] = architecture
+
+
+# Families that see images, around a language model that is a family of its own: how the names of
+# its tensors begin there and in its own files, and how those of the other parts begin.
+_AROUND_TEXT = ("gemma3", "mistral3")
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+def is_around_text(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the config is of a model that has the config of its language model inside."""
+    return hf_config.get("model_type") in _AROUND_TEXT and "text_config" in hf_config
 
 
 # Why some models cannot be a HookedTransformer, and which family comes closest.

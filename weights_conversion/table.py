@@ -308,6 +308,7 @@ class Architecture:
     optional_prefix: a prefix that some checkpoints leave out.
     further_layers: why files may hold layers past those the config counts, and Hugging Face does
         not run them; empty: they do not.
+    in_transformers: whether Hugging Face has a class for it, to compare with.
     headless_class: the class of checkpoints without a single tensor whose name starts with
         `head_prefix`; `architectures` of their configs says so.
     old_names: endings of names, and what old files have instead.
@@ -323,6 +324,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
     further_layers: str = ""
+    in_transformers: bool = True
     headless_class: str = ""
     head_prefix: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
@@ -425,7 +427,6 @@ class Table:
             for layer in range(max(cfg.n_layers, beyond.stop))
         }
         self.unused = {variant for name in skipped | ignored for variant in self._variants(name)}
-        self.n_native = sum(len(placed.native) for placed in self.maps)
 
     def _placed(self, rows: Iterable[Row], layers: range) -> Iterator[Placed]:
         for row in rows:

@@ -4,7 +4,7 @@ Neither is a Hugging Face family. nanoGPT's `ckpt.pt` brings its sizes along; fo
 `from_pretrained("model.pt", hf_config={"model_type": "mingpt", "n_layer": 3, …})`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,12 @@ from weights_conversion.fields import Reading, because, write_activation
 from weights_conversion.table import Map, Row, optional
 
 ATTN, MLP = "blocks.{i}.attn.", "blocks.{i}.mlp."
+
+
+def config_of(held: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of what nanoGPT's training script saved; None where its sizes are not there."""
+    sizes = held.get("model_args")
+    return {"model_type": "nanogpt", **sizes} if isinstance(sizes, Mapping) else None
 
 
 def read(reading: Reading, act_fn: str, tied: bool) -> dict[str, Any]:
@@ -92,6 +98,7 @@ NANOGPT = replace(
     read_config=read_nano,
     write_config=write_config,
     rows=rows,
+    in_transformers=False,
     cosmetic={"dropout": "only matters for training"},
     aliases={},
 )
