@@ -32,8 +32,8 @@ Written by `make parity` on {date}, not edited by hand: Python {python}, torch {
 transformers {transformers}, {machine}.
 
 One random model per family (weights loud, sizes awkward: the tests' models), two rows of 40 tokens,
-eager attention in Hugging Face. An error is the largest difference over the largest value of
-Hugging Face's.
+eager attention in Hugging Face (sdpa for Falcon with ALiBi). An error is the largest difference
+over the largest value of Hugging Face's.
 
 - **fp32**: logits, the worst of all the family's variants in the tests; in brackets how many.
 - **folded**: log-probabilities after `from_pretrained`'s weight processing, first variant.
@@ -89,7 +89,7 @@ def half(name: str, dtype: torch.dtype) -> list[float]:
     exact = exact_model(tokens).logits.log_softmax(-1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        models = [load(hf_half, name, processed=folded, dtype=dtype) for folded in (False, True)]
+        models = [load(hf_half, name, processed=step, dtype=dtype) for step in (False, True)]
     logits = [model(tokens) for model in models] + [hf_half(tokens).logits]
     errors = [(x.float().log_softmax(-1) - exact).abs().median() for x in logits]
     return [float(error / exact.abs().max()) for error in errors]

@@ -218,6 +218,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"norm_weight_offset": float("nan")}, ["norm_weight_offset", "nan"]),
     ({"output_logits_soft_cap": float("nan")}, ["output_logits_soft_cap"]),
     ({"attn_scores_soft_cap": -3.0}, ["attn_scores_soft_cap", "-3.0"]),
+    ({"d_embed": 3, "unembed_act_fn": "gelu"}, ["d_embed", "unembed_act_fn"]),
     ({"latent_q_rank": 7}, ["latent_q_rank", "latent_kv_rank"]),
     ({"latent_kv_rank": 7}, ["latent_kv_rank", "positional_embedding_type"]),
     ({"latent_kv_rank": 7, "positional_embedding_type": "rotary"}, ["rotary_dim", "d_head"]),

@@ -477,20 +477,12 @@ class HookedTransformerConfig:
                 raise ValueError(f"{name} must be positive, or -1 for no cap; got {value!r}")
 
     def _check_sizes(self) -> None:
-        for name in ("n_layers", "d_model", "n_ctx", "d_head"):
+        may_be_zero = ("n_layers", "reserved_positions", "n_token_types")
+        for name in (*may_be_zero, "d_model", "n_ctx", "d_head"):
             value = getattr(self, name)
-            least = 0 if name == "n_layers" else 1
+            least = 0 if name in may_be_zero else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not isinstance(self.reserved_positions, int) or self.reserved_positions < 0:
-            raise ValueError(
-                f"reserved_positions must be an integer of at least 0, got "
-                f"{self.reserved_positions!r}"
-            )
-        if not isinstance(self.n_token_types, int) or self.n_token_types < 0:
-            raise ValueError(
-                f"n_token_types must be an integer of at least 0, got {self.n_token_types!r}"
-            )
         for name in ("n_heads", "d_vocab", "d_vocab_out"):
             value = getattr(self, name)
             if not isinstance(value, int) or (value < 1 and value != -1):
@@ -641,11 +633,6 @@ class HookedTransformerConfig:
         self._query_growth(turns=False)  # raises on bad parameters
 
     def _check_latent(self) -> None:
-        if self.d_embed is not None and self.unembed_act_fn is not None:
-            raise ValueError(
-                f"d_embed={self.d_embed} and unembed_act_fn={self.unembed_act_fn!r} cannot be "
-                "combined"
-            )
         if self.latent_kv_rank is None:
             for name in ("latent_q_rank", "d_value"):
                 if getattr(self, name) is not None:
@@ -704,6 +691,11 @@ class HookedTransformerConfig:
         self._check_per_layer("expert_layers", (True, False))
 
     def _check_ends(self) -> None:
+        if self.d_embed is not None and self.unembed_act_fn is not None:
+            raise ValueError(
+                f"d_embed={self.d_embed} and unembed_act_fn={self.unembed_act_fn!r} cannot be "
+                "combined"
+            )
         if self.norm_place == "stream" and self.parallel_attn_mlp:
             raise ValueError("norm_place='stream' contradicts parallel_attn_mlp=True")
         if self.post_embedding_ln_last and not self.post_embedding_ln:

@@ -267,8 +267,6 @@ class CenterWritingWeights(Step):
             return "final_rms=True: the last norm is an RMSNorm, which sees the stream's mean"
         if cfg.norm_place == "post":
             return "norm_place='post': attention and MLP read the stream, mean included, directly"
-        if cfg.norm_place == "stream":
-            return "norm_place='stream': the stream is a norm's output; its mean is not a weight's"
         if not cfg.first_norm:
             return "first_norm=False: the first attention reads the stream, mean included, directly"
         if not cfg.final_norm:

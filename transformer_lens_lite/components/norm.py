@@ -84,12 +84,17 @@ class LayerNorm(LayerNormPre):
         self.b = nn.Parameter(torch.zeros(weight_shape(spec)))
 
     def fused(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        if self.w.ndim == 1:
-            return torch.layer_norm(x, (self.width,), self.weight(), self.b, self.eps)
-        return self.rescale(super().fused(x))
+        return torch.layer_norm(x, (self.width,), self.weight(), self.b, self.eps)
 
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         return normalized * self.weight() + self.b
+
+
+class PerHeadLayerNorm(LayerNorm):
+    """A LayerNorm with weights of its own for every head, which the fused kernel cannot take."""
+
+    def fused(self, x: Float[Tensor, "*batch head width"]) -> Float[Tensor, "*batch head width"]:
+        return self.rescale(LayerNormPre.fused(self, x))
 
 
 class RMSNormPre(Norm):
@@ -137,4 +142,8 @@ NORMS: dict[str, type[Norm]] = {
 
 def build_norm(spec: NormSpec | None) -> Norm | Absent:
     """The norm a spec describes; the identity when a model has none."""
-    return Absent() if spec is None else NORMS[spec.kind](spec)
+    if spec is None:
+        return Absent()
+    if spec.kind == "LN" and spec.n_heads is not None:
+        return PerHeadLayerNorm(spec)
+    return NORMS[spec.kind](spec)
