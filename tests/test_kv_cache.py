@@ -283,6 +283,48 @@ def test_a_frozen_cache_of_several_rows_serves_its_own_batch() -> None:
     close(out, run(model, torch.cat((prefix, suffix), 1))[:, 6:])
 
 
+@KINDS
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("how", ["frozen", "branch", "watched", "one by one"])
+def test_prefixes_serve_every_batch_they_divide_neighbours_alike(
+    kind: str, padded: bool, how: str
+) -> None:
+    model, n = loud.build(kind), 3
+    _, ids, mask = loud.ragged([4, 7])
+    cache = filled(model, ids, frozen=True, attention_mask=mask if padded else None)
+    before, places = contents(cache), [e._keys.data_ptr() for e in cache.entries]
+    suffix = loud.tokens(2 * n, 5, seed=8)
+    whole = torch.cat((ids.repeat_interleave(n, 0), suffix), 1)
+    whole_mask = torch.cat((mask.repeat_interleave(n, 0), torch.ones_like(suffix)), 1)
+    expected = run(model, whole, attention_mask=whole_mask if padded else None)[:, 7:]
+    if how == "frozen":
+        out = run(model, suffix, past_kv_cache=cache)
+    elif how == "watched":
+        out, seen = model.run_with_cache(suffix, past_kv_cache=cache)
+        assert seen["pattern", 0].shape[-1] == 12
+    else:
+        branch = cache.branch(2 * n)
+        assert torch.equal(branch[0].past_keys, cache.expand(2 * n)[0].past_keys)
+        expanded = mask.repeat_interleave(n, 0) if padded else torch.ones(2 * n, 7)
+        assert branch.previous_attention_mask.tolist() == expanded.tolist()
+        out = in_pieces(model, suffix, [5] if how == "branch" else [2, 1, 1, 1], branch)
+        assert [e.prefix[0][0].data_ptr() for e in branch.entries] == places
+    close(out, expected)
+    assert_same_contents(cache, before)
+
+
+def test_prefixes_serve_no_batch_they_do_not_divide() -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(2, 5), frozen=True)
+    for batch in (1, 3, 5):
+        with pytest.raises(ValueError, match=f"holds 2 rows, the input has {batch}.*multiple"):
+            model(loud.tokens(batch, 2), past_kv_cache=cache)
+        with pytest.raises(ValueError, match=f"2 rows cannot continue as {batch}"):
+            cache.branch(batch)
+    several = cache.append_attention_mask(torch.tensor([[0], [1], [1], [0]]))
+    assert several[:, -1].tolist() == [0, 1, 1, 0]
+
+
 def peak_memory(action: Callable[[], Any]) -> tuple[int, int]:
     """(the largest single allocation, the peak of all together) in bytes, temporaries included."""
     with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
@@ -329,7 +371,7 @@ def test_a_branch_grows_and_leaves_its_prefix() -> None:
     assert (branch.length, branch.batch_size, branch.frozen) == (12, 3, False)
     with pytest.raises(ValueError, match="cache is full: 5 of max_len=5"):
         model(ids[:, :1], past_kv_cache=branch)
-    with pytest.raises(ValueError, match="2 rows cannot continue as 3"):
+    with pytest.raises(ValueError, match="2 rows cannot continue as 3.*multiple"):
         filled(model, loud.tokens(2, 3)).branch(3)
 
 

@@ -12,7 +12,7 @@ import copy
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
@@ -23,6 +23,20 @@ StoredKeys = Float[Tensor, "_row kv_head _key_pos d_head"]  # _: sizes differ by
 StoredValues = Float[Tensor, "_row kv_head _key_pos d_value"]
 Segment = tuple[StoredKeys, StoredValues]
 FIRST_CAPACITY = 64
+
+
+def divides(rows: int, batch: int) -> bool:
+    """Whether `rows` rows can serve `batch`, the same number of times each."""
+    return batch > 0 and rows > 0 and batch % rows == 0
+
+
+def serving(shared: Shaped[Tensor, "row *rest"], batch: int) -> Shaped[Tensor, "batch *rest"]:
+    """Shared rows, each as often as it takes to be `batch`, neighbours alike; one row is not
+    copied."""
+    rows = shared.shape[0]
+    if rows in (1, batch):
+        return shared.expand(batch, *shared.shape[1:])
+    return shared.repeat_interleave(batch // rows, 0)
 
 
 class KeyValueCacheEntry:
@@ -78,7 +92,7 @@ class KeyValueCacheEntry:
         return self._joined(1)
 
     def _joined(self, which: int) -> Float[Tensor, "batch pos kv_head _"]:
-        parts = [segment[which].expand(self.batch_size, -1, -1, -1) for segment in self.segments]
+        parts = [serving(segment[which], self.batch_size) for segment in self.segments]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2)
 
     # -- growing --
@@ -105,8 +119,7 @@ class KeyValueCacheEntry:
         else:
             batch = keys.shape[0]
             joined_keys, joined_values = (
-                torch.cat([segment[i].expand(batch, -1, -1, -1) for segment in segments], 2)
-                for i in (0, 1)
+                torch.cat([serving(segment[i], batch) for segment in segments], 2) for i in (0, 1)
             )
         return joined_keys.transpose(1, 2), joined_values.transpose(1, 2)
 
@@ -174,10 +187,10 @@ class KeyValueCacheEntry:
 
     def check_batch(self, batch: int) -> None:
         """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""
-        if batch == self.batch_size or (self.frozen and self.batch_size == 1):
+        if batch == self.batch_size or (self.frozen and divides(self.batch_size, batch)):
             return
         if self.frozen:
-            hint = " (a frozen cache serves as many rows as it has, or any number when it has one)"
+            hint = " (a frozen cache serves as many rows as it has, or a multiple of that)"
         else:
             hint = " (freeze() it to share it, or expand(n) it)" if self.batch_size == 1 else ""
         raise ValueError(f"the cache holds {self.batch_size} rows, the input has {batch}{hint}")
@@ -223,8 +236,8 @@ class KeyValueCache:
     """Keys, values and the attention mask of what a model has seen, per layer.
 
     Pass it as `past_kv_cache=`: every forward appends to it, until it is frozen; then forwards read
-    it, as a prefix of batch 1 for inputs of any batch or of their own batch, and leave it
-    unchanged.
+    it as a prefix and leave it unchanged. A prefix of r rows serves every batch that is a multiple
+    of r: row i of it continues as rows i*n, …, i*n + n - 1.
     """
 
     def __init__(
@@ -312,8 +325,7 @@ class KeyValueCache:
     ) -> Int[Tensor, "batch pos"]:
         """The stored mask and this one, joined; kept unless frozen."""
         previous = self.previous_attention_mask
-        if previous.shape[0] != attention_mask.shape[0]:
-            previous = previous.expand(attention_mask.shape[0], -1)
+        previous = serving(previous, attention_mask.shape[0])
         joined = torch.cat((previous.to(attention_mask), attention_mask), 1)
         if not self.frozen:
             self._mask = joined
@@ -368,11 +380,18 @@ class KeyValueCache:
         return KeyValueCache(entries, mask, self.frozen)
 
     def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCache":
-        """A growing cache that continues this one for `batch_size` rows, sharing what is stored."""
-        if self.batch_size not in (1, batch_size):
-            raise ValueError(f"a cache of {self.batch_size} rows cannot continue as {batch_size}")
+        """A growing cache that continues this one for `batch_size` rows, sharing what is stored.
+
+        `batch_size` is a multiple of the rows here: n at a time continue the same row. ValueError
+        otherwise.
+        """
+        if not divides(self.batch_size, batch_size):
+            raise ValueError(
+                f"a cache of {self.batch_size} rows cannot continue as {batch_size}, which is not "
+                "a multiple"
+            )
         entries = [entry.branch(batch_size, max_len) for entry in self.entries]
-        mask = None if self._mask is None else self._mask.expand(batch_size, -1)
+        mask = None if self._mask is None else serving(self._mask, batch_size)
         return KeyValueCache(entries, mask)
 
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise
-from transformer_lens_lite.kv_cache import KeyValueCache
+from transformer_lens_lite.kv_cache import KeyValueCache, serving
 from transformer_lens_lite.text import TextMethods
 from transformer_lens_lite.tokens import is_text
 from transformer_lens_lite.utils import lm_cross_entropy_loss
@@ -460,14 +460,14 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             if before is None:
                 return None
             if before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
-                mask = before[:, : past + n_new].expand(batch, -1)
+                mask = serving(before[:, : past + n_new], batch)
             else:
                 mask = torch.ones(batch, n_new, dtype=torch.long, device=before.device)
         mask = self._checked_mask(mask, batch, n_new, past)
         if mask.shape[1] == n_new and past > 0:
             if before is None:
                 before = mask.new_ones(1, past)
-            mask = torch.cat((before[:, :past].expand(batch, -1).to(mask), mask), 1)
+            mask = torch.cat((serving(before[:, :past], batch).to(mask), mask), 1)
         # all ones is no mask, and keeps the fast path; the test would break a compiled graph
         if not torch.compiler.is_compiling() and bool(mask.all()):
             return None

@@ -408,7 +408,8 @@ def project(
 def scores_against(
     q: HeadsFirst, keys: Float[Tensor, "row kv_head key_pos d_head"]
 ) -> Float[Tensor, "batch head pos key_pos"]:
-    """q·k. Keys of one row serve a batch as one product, without being expanded."""
+    """q·k. The keys of a row serve all rows that share it as one product, without being
+    expanded."""
     batch, heads, pos, _ = q.shape
     product = grouped_rows(q, keys) @ keys.transpose(-1, -2)
     return ungrouped(product, batch, heads, pos)
@@ -426,12 +427,14 @@ def weighted_sum(
 def grouped_rows(
     x: Float[Tensor, "batch head pos inner"], shared: Float[Tensor, "row kv_head key_pos _"]
 ) -> Float[Tensor, "row kv_head queries inner"]:
-    """All queries that read the same keys, as the rows of one matrix."""
-    batch, heads, pos, inner = x.shape
+    """All queries that read the same keys, as the rows of one matrix: those of the heads of a
+    group, and of the neighbouring batch rows that share a row of keys."""
+    batch, heads, _, inner = x.shape
     rows, kv_heads = shared.shape[:2]
     if rows == batch:
         return x if heads == kv_heads else x.reshape(batch, kv_heads, -1, inner)
-    return x.reshape(batch, kv_heads, -1, inner).transpose(0, 1).reshape(1, kv_heads, -1, inner)
+    by_row = x.reshape(rows, batch // rows, kv_heads, -1, inner).transpose(1, 2)
+    return by_row.reshape(rows, kv_heads, -1, inner)
 
 
 def ungrouped(
@@ -441,8 +444,8 @@ def ungrouped(
     rows, kv_heads, _, inner = x.shape
     if rows == batch:
         return x.view(batch, heads, pos, inner)
-    parted = x.view(kv_heads, batch, -1, inner).transpose(0, 1)
-    return parted.reshape(batch, heads, pos, inner)
+    by_row = x.view(rows, kv_heads, batch // rows, -1, inner).transpose(1, 2)
+    return by_row.reshape(batch, heads, pos, inner)
 
 
 def concatenated(
