@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import transformer_lens_lite as tl
+from transformer_lens_lite.components.attention import Attention
 from transformer_lens_lite.kv_cache import FIRST_CAPACITY, KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
@@ -323,6 +324,86 @@ def test_prefixes_serve_no_batch_they_do_not_divide() -> None:
             cache.branch(batch)
     several = cache.append_attention_mask(torch.tensor([[0], [1], [1], [0]]))
     assert several[:, -1].tolist() == [0, 1, 1, 0]
+
+
+@KINDS
+@pytest.mark.parametrize("padding", ["none", "prefix", "suffix", "both"])
+def test_segments_joined_by_their_log_sums_are_the_explicit_way(kind: str, padding: str) -> None:
+    model = loud.build(kind)
+    _, ids, mask = loud.ragged([5, 9])
+    _, new, new_mask = loud.ragged([6, 2, 4, 1], seed=7)
+    cache = filled(
+        model, ids, frozen=True, attention_mask=mask if padding in ("prefix", "both") else None
+    )
+    given = {"attention_mask": new_mask} if padding in ("suffix", "both") else {}
+    joined = run(model, new, past_kv_cache=cache, **given)
+    with torch.no_grad():
+        explicit, seen = model.run_with_cache(new, past_kv_cache=cache, **given)
+    close(joined, explicit)
+    assert seen["pattern", 0].shape == (4, 4, 6, 15)
+
+
+def test_a_query_that_sees_no_key_at_all_gets_nothing_and_no_nan() -> None:
+    model = loud.build("rotary_window", attn_types=["local"] * 3)
+    ids, mask = loud.tokens(2, 6), torch.tensor([[0] * 6, [1] * 6])
+    cache = filled(model, ids, frozen=True, attention_mask=mask)
+    new_mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    new, zs = loud.tokens(2, 3, 5), []
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: zs.append(z))]):
+        out = model(new, past_kv_cache=cache, attention_mask=new_mask)
+    out[new_mask.bool()].square().sum().backward()
+    assert zs[0][0, :2].eq(0).all()
+    assert zs[0][0, 2].ne(0).all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    close(out[:1, 2:], run(model, new[:1, 2:]))
+
+
+@pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa"])
+def test_gradients_through_the_join_are_those_of_the_explicit_way(kind: str) -> None:
+    model, new = loud.build(kind, dtype="float64"), loud.tokens(4, 5, 6)
+    cache = filled(model, loud.tokens(2, 9), frozen=True)
+    gradients = []
+    for names in ([], ["blocks.0.attn.hook_pattern"] * 3):
+        names = [name.replace("0", str(layer)) for layer, name in enumerate(names)]
+        model.zero_grad()
+        with model.hooks(fwd_hooks=[(name, lambda x, hook: None) for name in names]):
+            model(new, past_kv_cache=cache).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert sum(g.abs().max() > 1e-3 for g in gradients[0]) > 20
+    for joined, explicit in zip(*gradients, strict=True):
+        close(joined, explicit, 1e-8)
+
+
+def test_the_join_keeps_its_sums_in_fp32() -> None:
+    exact, half = loud.build("rotary_gqa"), loud.build("rotary_gqa", dtype="bfloat16")
+    ids, new = loud.tokens(1, 40), loud.tokens(6, 4, 9)
+    expected = run(exact, new, past_kv_cache=filled(exact, ids, frozen=True))
+    cache = filled(half, ids, frozen=True)
+    joined = run(half, new, past_kv_cache=cache)
+    with torch.no_grad():
+        explicit, _ = half.run_with_cache(new, past_kv_cache=cache)
+    assert joined.dtype == torch.bfloat16
+    assert (joined - expected).abs().mean() <= 1.1 * (explicit - expected).abs().mean()
+
+
+def test_scores_of_different_segments_meet_only_when_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loud.build("rotary_gqa")
+    cache, new = filled(model, loud.tokens(1, 9), frozen=True), loud.tokens(4, 3, 5)
+    watched: list[int] = []
+    explicit = Attention.explicit
+
+    def noted(self: Attention, *args: Any) -> Tensor:
+        watched.append(self.layer_id)
+        return explicit(self, *args)
+
+    monkeypatch.setattr(Attention, "explicit", noted)
+    run(model, new, past_kv_cache=cache)
+    assert watched == []
+    with torch.no_grad():
+        model.run_with_cache(new, past_kv_cache=cache, names_filter="blocks.1.attn.hook_pattern")
+    assert watched == [1]
 
 
 def peak_memory(action: Callable[[], Any]) -> tuple[int, int]:

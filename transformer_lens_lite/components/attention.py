@@ -39,7 +39,8 @@ class Attention(Component):
     Parameters: `W_Q`, `W_K`, `W_V` [head, d_model, d_head] with biases [head, d_head]; `W_O`
     [head, d_head, d_model] with bias [d_model]; `sinks` [head] when the spec has them.
 
-    Attention is fused until somebody listens to `hook_attn_scores` or `hook_pattern`.
+    Attention is fused until somebody listens to `hook_attn_scores` or `hook_pattern`; several
+    segments of keys are then weighed apart and joined.
     """
 
     prefix = ""  # of the key and value parameters' names
@@ -183,8 +184,10 @@ class Attention(Component):
         self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask
     ) -> Float[Tensor, "batch pos head d_value"]:
         """Weigh the values. Fused, unless the scores are wanted or are not plain."""
-        if self.needs_scores() or len(segments) > 1:
+        if self.needs_scores():
             z = self.explicit(q, segments, mask)
+        elif len(segments) > 1:
+            z = self.segmented(q, segments, mask)
         else:
             z = self.fused(q, *segments[0], mask)
         return z.transpose(1, 2)
@@ -207,7 +210,7 @@ class Attention(Component):
             return self.hook_result(result).sum(2) + self.b_O
         return F.linear(z.flatten(2), out_matrix(self.W_O), self.b_O)
 
-    # -- the two ways to weigh --
+    # -- the three ways to weigh --
 
     def fused(
         self,
@@ -233,6 +236,20 @@ class Attention(Component):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         return z if bias is None or mask.dead is None else z.masked_fill(mask.dead, 0.0)
+
+    def segmented(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> Weighed:
+        """Each segment weighed by itself, shared ones once for all rows that share them; then they
+        count by their sums of exponentials (Hydragen, arXiv 2402.05099)."""
+        q = q * self.spec.scale
+        ends = accumulate(keys.shape[2] for keys, _ in segments)
+        parts = [
+            weighed_alone(q, keys, values, mask.bias_over(end - keys.shape[2], end))
+            for (keys, values), end in zip(segments, ends, strict=True)
+        ]
+        shares = torch.stack([log_sum for _, log_sum in parts]).softmax(0)
+        z = torch.stack([part for part, _ in parts])
+        z = (shares * z).sum(0).to(q.dtype)
+        return z if mask.dead is None else z.masked_fill(mask.dead, 0.0)
 
     def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> Weighed:
         """Scores, softmax and weighted sum as three steps, with the hook points between."""
@@ -266,7 +283,7 @@ class Attention(Component):
     ) -> Float[Tensor, "batch head pos key_pos"]:
         """Over keys, in fp32 at least; with sinks, each head has one more logit that gets
         weight."""
-        wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+        wide = at_least_float32(scores.dtype)
         if not self.spec.sinks:
             return scores.softmax(-1, dtype=wide)
         sinks = self.sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -403,6 +420,34 @@ def project(
         return out if bias is None else out + bias
     flat = None if bias is None else bias.flatten()
     return F.linear(x, in_matrix(weight), flat).view(*x.shape[:2], *weight.shape[::2])
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """What statistics are kept in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def weighed_alone(
+    q: HeadsFirst,
+    keys: Float[Tensor, "row kv_head key_pos d_head"],
+    values: Float[Tensor, "row kv_head key_pos d_value"],
+    bias: Float[Tensor, "#batch #head pos key_pos"] | None,
+) -> tuple[Weighed, Float[Tensor, "batch head pos 1"]]:
+    """The values of one segment, weighed as if there were no others, and the logarithm of the sum
+    of its exponentials: what it counts beside others.
+
+    A query that sees nothing here gets any finite values, which count nothing.
+    """
+    batch, heads, pos, _ = q.shape
+    scores = grouped_rows(q, keys) @ keys.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + grouped_rows(bias.expand(batch, heads, -1, -1), keys)
+        scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+    pattern = scores.softmax(-1, dtype=at_least_float32(scores.dtype))
+    # the largest weight is exp(its score) over the sum: cheaper than a second pass of exponentials
+    log_sum = scores.amax(-1, keepdim=True) - pattern.amax(-1, keepdim=True).log()
+    z = pattern.to(q.dtype) @ values
+    return ungrouped(z, batch, heads, pos), ungrouped(log_sum, batch, heads, pos)
 
 
 def scores_against(

@@ -43,6 +43,7 @@ class Mask(Memo):
         visible: makes [row, pos, key_pos], True where a query may look; None: everywhere.
         distance: makes [row, head, pos, key_pos] to add to scores (ALiBi); None: nothing.
         has_padding: some queries may see nothing at all.
+        n_open: of so many first keys nothing is hidden and to their scores nothing is added.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Mask(Memo):
         visible: Callable[[], Bool[Tensor, "row pos key_pos"]] | None,
         distance: Callable[[], Float[Tensor, "row head pos key_pos"]] | None,
         has_padding: bool,
+        n_open: int,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -59,6 +61,7 @@ class Mask(Memo):
         self._visible = visible
         self._distance = distance
         self._has_padding = has_padding
+        self._n_open = n_open
         self._dtype = dtype
 
     @property
@@ -71,6 +74,12 @@ class Mask(Memo):
     def bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         """What is added to scores: -inf where hidden, and the distance penalty."""
         return self._once("bias", self._make_bias)
+
+    def bias_over(self, start: int, end: int) -> Float[Tensor, "row head pos key_pos"] | None:
+        """`bias` of these keys alone; None: nothing is added to any of their scores."""
+        if end <= self._n_open or self.bias is None:
+            return None
+        return self.bias[..., start:end]
 
     def _make_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         hidden = None
@@ -226,6 +235,7 @@ class ForwardContext(Memo):
             visible=partial(self._visible, causal, window, chunk) if bites else None,
             distance=partial(self._alibi, alibi) if alibi is not None else None,
             has_padding=padded,
+            n_open=0 if local or padded or alibi is not None else self.n_past,
             dtype=self.dtype,
         )
 
