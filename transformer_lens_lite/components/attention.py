@@ -3,6 +3,7 @@ group."""
 
 from dataclasses import replace
 from typing import Any
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
