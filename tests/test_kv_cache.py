@@ -1,5 +1,7 @@
 """KeyValueCache: a sequence in pieces is the whole sequence, and a prefix is read, never copied."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +10,7 @@ import loud
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -468,6 +471,289 @@ def test_branches_of_branches_share_all_their_prefixes() -> None:
     close(out, run(model, whole)[:, 8:])
 
 
+@KINDS
+@pytest.mark.parametrize("branched", [False, True])
+def test_D2_one_frozen_prefix_for_four_rows_is_four_full_runs(kind: str, branched: bool) -> None:
+    model, prefix, prompts = loud.build(kind), loud.tokens(1, 7), loud.tokens(4, 3, 6)
+    cache = filled(model, prefix, frozen=True)
+    before, places = contents(cache), [e._keys.data_ptr() for e in cache.entries]
+    args: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False}
+    args["output_logits"] = True
+    used = cache.branch(4) if branched else cache
+    out = model.generate(prompts, past_kv_cache=used, **args)
+    for i in range(4):
+        alone = model.generate(torch.cat((prefix, prompts[i : i + 1]), 1), **args)
+        assert torch.equal(out.sequences[i], alone.sequences[0, 7:])
+        close(torch.stack(out.logits)[:, i], torch.stack(alone.logits)[:, 0])
+    assert_same_contents(cache, before)
+    assert [e._keys.data_ptr() for e in cache.entries] == places
+
+
+@pytest.mark.parametrize("in_decode", [False, True])
+def test_C5_a_step_never_rewrites_earlier_entries(in_decode: bool) -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 6)
+    cache = filled(model, ids)
+    before = contents(cache)
+
+    def double(v: Tensor, hook: Any) -> Tensor:
+        return 2 * v
+
+    hooks = [(f"blocks.{layer}.attn.hook_v", double) for layer in range(3)] if in_decode else []
+    with model.hooks(fwd_hooks=hooks):
+        model.generate(loud.tokens(2, 1), 5, past_kv_cache=cache, stop_at_eos=False)
+    assert cache.length == 11
+    for layer in range(3):
+        assert torch.equal(cache[layer].past_keys[:, :6], before[2 * layer])
+        assert torch.equal(cache[layer].past_values[:, :6], before[2 * layer + 1])
+
+
+# --- editing at rest ------------------------------------------------------------------------------
+
+
+def assigned(cache: KeyValueCache, layer: int, columns: Any, **new: Any) -> KeyValueCache:
+    """A copy in which these columns are assigned by hand."""
+    by_hand = cache.clone()
+    for name, value in new.items():
+        stored = getattr(by_hand[layer], f"past_{name}")  # a view of a clone
+        stored[:, columns] = value
+    return by_hand
+
+
+@pytest.mark.parametrize("pos", [1, -1, slice(1, 5, 2), [4, 0], torch.tensor([2, 3])], ids=str)
+@pytest.mark.parametrize("what", ["keys", "values", "both"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_C3_edit_at_rest_is_an_assignment(pos: Any, what: str, per_row: bool) -> None:
+    model, ids, new = loud.build("rotary_gqa"), loud.tokens(2, 6), loud.tokens(2, 4, 5)
+    cache = filled(model, ids)
+    n = 1 if isinstance(pos, int) else len(range(6)[pos]) if isinstance(pos, slice) else len(pos)
+    noise = torch.randn(2 if per_row else 1, n, 2, 10)
+    given = {k: noise for k in ("keys", "values") if what in (k, "both")}
+    columns = [pos] if isinstance(pos, int) else pos
+    by_hand = assigned(cache, 1, columns, **given)
+    plain = run(model, new, past_kv_cache=cache.clone())
+    cache.edit(1, pos, **given)
+    assert_same_contents(cache, contents(by_hand))
+    out = run(model, new, past_kv_cache=cache)
+    assert torch.equal(out, run(model, new, past_kv_cache=by_hand))
+    assert (out - plain).abs().max() > 1e-2
+    assert cache.length == 10
+
+
+def test_C3_edit_at_rest_is_not_an_edit_while_writing() -> None:
+    model, ids, new = loud.build("rotary_gqa"), loud.tokens(1, 6), loud.tokens(1, 4, 5)
+
+    def silence(v: Tensor, hook: Any) -> Tensor:
+        return torch.cat((v[:, :1], torch.zeros_like(v[:, 1:2]), v[:, 2:]), 1)
+
+    written = empty_cache(model)
+    with torch.no_grad():
+        hooks = [("blocks.0.attn.hook_v", silence)]
+        model.run_with_hooks(ids, past_kv_cache=written, fwd_hooks=hooks)
+    at_rest = filled(model, ids)
+    at_rest.edit(0, 1, values=0.0)
+    assert torch.equal(at_rest[0].past_values, written[0].past_values)
+    assert not torch.allclose(at_rest[1].past_values, written[1].past_values, atol=1e-2)
+    outs = [run(model, new, past_kv_cache=cache) for cache in (at_rest, written)]
+    assert (outs[0] - outs[1]).abs().max() > 1e-2
+
+
+def test_C3_an_edit_in_a_branch_reaches_the_prefix_and_leaves_the_original() -> None:
+    model = loud.build("rotary_gqa")
+    ids, new = loud.tokens(1, 5), loud.tokens(4, 3, 5)
+    cache = filled(model, ids, frozen=True)
+    before, other = contents(cache), cache.branch(4)
+    branch = cache.branch(4, max_len=8)
+    run(model, new, past_kv_cache=branch)
+    by_hand = branch.expand(4)
+    rows = torch.randn(4, 3, 2, 10)
+    for layer in (0, 2):
+        branch.edit(layer, [6, 2, -4], values=rows)  # columns of the prefix and of the tail
+        by_hand[layer].past_values[:, [6, 2, 4]] = rows
+    branch.edit(1, slice(0, 2), keys=0.5)
+    by_hand[1].past_keys[:, :2] = 0.5
+    assert_same_contents(branch, contents(by_hand))
+    assert branch[1].prefix[0][0].shape[0] == 1  # the same for all rows: still one
+    assert_same_contents(cache, before)
+    assert other[0].prefix[0][0].data_ptr() == cache[0].past_keys.data_ptr()
+    after = loud.tokens(4, 2, 9)
+    for how in ("joined", "explicit"):
+        names = ["blocks.0.attn.hook_pattern"] if how == "explicit" else []
+        with model.hooks(fwd_hooks=[(name, lambda x, hook: None) for name in names]):
+            ours = run(model, after, past_kv_cache=branch.clone())
+            close(ours, run(model, after, past_kv_cache=by_hand.clone()))
+            close(ours, run(model, after, past_kv_cache=branch.select_rows(range(4))))
+    with pytest.raises(ValueError, match="frozen cache is read only"):
+        cache.edit(0, 1, values=0.0)
+    assert_same_contents(cache, before)
+
+
+def test_C3_edits_that_do_not_fit_write_nothing() -> None:
+    cache = filled(loud.build("rotary_gqa"), loud.tokens(2, 5))
+    before, good = contents(cache), torch.zeros(2, 1, 2, 10)
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (IndexError, "layer 3 is outside a cache of 3 layers", (3, 0), {"keys": good}),
+        (IndexError, "pos 5 is outside a cache of 5", (0, 5), {"keys": good}),
+        (IndexError, "pos -6", (0, [0, -6]), {"keys": good}),
+        (ValueError, "names a position twice", (0, [1, -4]), {"keys": good}),
+        (ValueError, "chooses none", (0, slice(3, 3)), {"keys": good}),
+        (ValueError, "int, a slice or a list", (0, (1, 3)), {"keys": good}),
+        (ValueError, "int, a slice or a list", (0, True), {"keys": good}),
+        (ValueError, "layer must be an int", ("0", 0), {"keys": good}),
+        (ValueError, "nothing to write", (0, 0), {}),
+        (ValueError, r"keys must be.*\[2, 1, 2, 10\]; got \[2, 1, 2, 9\]", (0, 0),
+         {"keys": good[..., 1:], "values": good}),
+        (ValueError, r"values must be.*got \[3, 1, 2, 10\]", (0, 0),
+         {"keys": good, "values": torch.zeros(3, 1, 2, 10)}),
+        (ValueError, "values are torch.float64", (0, 0), {"keys": good, "values": good.double()}),
+        (ValueError, "on meta", (0, 0), {"keys": good, "values": good.to("meta")}),
+        (ValueError, "a tensor or a number, got str", (0, 0), {"keys": good, "values": "0"}),
+    ]  # fmt: skip
+    for error, message, place, new in wrong:
+        with pytest.raises(error, match=message):
+            cache.edit(*place, **new)
+        assert_same_contents(cache, before)
+
+
+def test_an_edit_is_part_of_the_graph_and_the_past_before_it_too() -> None:
+    model, ids = loud.build("rotary_gqa", dtype="float64"), loud.tokens(1, 6)
+    cache = empty_cache(model)
+    first = model(ids[:, :4], past_kv_cache=cache)
+    new = torch.randn(1, 1, 2, 10, dtype=torch.float64, requires_grad=True)
+    cache.edit(0, 1, values=new)
+    (first.sum() + model(ids[:, 4:], past_kv_cache=cache).square().sum()).backward()
+    assert new.grad is not None
+    assert new.grad.abs().max() > 1e-6
+    with torch.inference_mode():
+        inside = empty_cache(model)
+        model(ids[:, :4], past_kv_cache=inside)
+    inside.edit(0, 1, values=0.0)  # made in inference mode, edited and used outside
+    run(model, ids[:, 4:], past_kv_cache=inside)
+    assert inside[0].past_values[:, 1].eq(0).all()
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_stacked_rows_continue_as_each_alone(kind: str) -> None:
+    model, suffix = loud.build(kind), loud.tokens(4, 4, 9)
+    _, ids, mask = loud.ragged([3, 5])
+    parts = [
+        filled(model, loud.tokens(1, 7), frozen=True),
+        filled(model, ids, frozen=True, attention_mask=mask),
+        filled(model, loud.tokens(1, 2, 8), frozen=True),
+    ]
+    before = [contents(part) for part in parts]
+    stacked = KeyValueCache.stack(parts)
+    assert (stacked.frozen, stacked.batch_size, stacked.length) == (True, 4, 7)
+    assert stacked.previous_attention_mask.sum(1).tolist() == [7, 3, 5, 2]
+    out = run(model, suffix, past_kv_cache=stacked)
+    close(out[:1], run(model, suffix[:1], past_kv_cache=parts[0]))
+    close(out[1:3], run(model, suffix[1:3], past_kv_cache=parts[1]))
+    close(out[3:], run(model, suffix[3:], past_kv_cache=parts[2]))
+    for part, contained in zip(parts, before, strict=True):
+        assert_same_contents(part, contained)
+
+
+def test_what_cannot_be_stacked_is_refused() -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(1, 4))
+    with pytest.raises(ValueError, match="no caches"):
+        KeyValueCache.stack([])
+    with pytest.raises(ValueError, match="cache 1 has 2 layers, the first 3"):
+        KeyValueCache.stack([cache, empty_cache(loud.build("rotary_gqa", n_layers=2))])
+    with pytest.raises(ValueError, match="heads"):
+        KeyValueCache.stack([cache, empty_cache(loud.build("rotary"))])
+    assert not KeyValueCache.stack([cache, cache]).frozen
+    whole = KeyValueCache.stack([cache, cache])
+    assert whole.padding is None  # nothing is padding: the fast paths stay
+    run(model, loud.tokens(2, 3), past_kv_cache=whole)
+    assert (whole.length, cache.length) == (7, 4)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [[0], [2, 0, 2, 3, 1], [3, 3]], ids=str)
+def test_selected_rows_continue_as_they_did(kind: str, rows: list[int]) -> None:
+    model, suffix = loud.build(kind), loud.tokens(5, 3, 9)[: len(rows)]
+    _, ids, mask = loud.ragged([3, 5, 2, 4])
+    prefix = filled(model, loud.tokens(2, 4), frozen=True).branch(2)
+    run(model, loud.tokens(2, 3, 4), past_kv_cache=prefix)
+    prefix.freeze()
+    growing = prefix.branch(4, max_len=10)
+    run(model, ids, attention_mask=mask, past_kv_cache=growing)
+    before = contents(growing)
+    chosen = growing.select_rows(torch.tensor(rows))
+    expected = growing.expand(4)
+    for entry, mine in zip(expected.entries, chosen.entries, strict=True):
+        assert torch.equal(mine.past_keys, entry.past_keys[rows])
+        assert torch.equal(mine.past_values, entry.past_values[rows])
+    assert torch.equal(
+        chosen.previous_attention_mask, growing.previous_attention_mask[torch.tensor(rows)]
+    )
+    whole = torch.cat((loud.tokens(2, 4), loud.tokens(2, 3, 4)), 1).repeat_interleave(2, 0)
+    whole = torch.cat((whole[rows], ids[rows], suffix), 1)
+    whole_mask = F.pad(F.pad(mask[rows], (7, 0), value=1), (0, 3), value=1)
+    alone = run(model, whole, attention_mask=whole_mask)[:, -3:]
+    close(run(model, suffix, past_kv_cache=chosen), alone)
+    assert_same_contents(growing, before)
+    with pytest.raises(ValueError, match="8 of max_len=10.*3 more"):
+        model(suffix, past_kv_cache=chosen)
+
+
+def test_a_prefix_of_all_rows_stays_shared_when_rows_are_selected() -> None:
+    model = loud.build("rotary_gqa")
+    cache = filled(model, loud.tokens(1, 5), frozen=True)
+    branch = cache.branch(3)
+    run(model, loud.tokens(3, 2), past_kv_cache=branch)
+    chosen = branch.select_rows([2, 2, 0, 1])
+    assert chosen[1].prefix[0][0].data_ptr() == cache[1].past_keys.data_ptr()
+    assert chosen.batch_size == 4
+    for rows, error in (([3], IndexError), ([-1], IndexError), ([], ValueError), (0, ValueError)):
+        with pytest.raises(error, match="rows"):
+            branch.select_rows(rows)
+    with pytest.raises(ValueError, match="list of ints"):
+        branch.select_rows(torch.tensor([0.0]))
+
+
+# --- copies by Python -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_pickles_and_deep_copies_hold_what_is_stored_and_no_more(how: str) -> None:
+    model, ids = loud.build("rotary_gqa", n_ctx=500), loud.tokens(1, 40)
+    cache = filled(model, ids, frozen=True)
+    branch = cache.branch(2, max_len=400)
+    _, new, mask = loud.ragged([3, 5])
+    run(model, new, attention_mask=mask, past_kv_cache=branch)
+    before = contents(branch)
+    stored = 3 * 2 * (40 + 2 * 5) * 2 * 10 * 4
+    if how == "pickle":
+        data = pickle.dumps(branch)
+        assert len(data) < stored + 20_000 < branch.nbytes()
+        twin = pickle.loads(data)
+    else:
+        twin = copy.deepcopy(branch)
+    assert twin.nbytes() == stored < branch.nbytes()
+    assert_same_contents(twin, before)
+    after = loud.tokens(2, 3)
+    assert torch.equal(
+        run(model, after, past_kv_cache=twin), run(model, after, past_kv_cache=branch)
+    )
+    assert_same_contents(twin, contents(branch))
+    with pytest.raises(ValueError, match="8 of max_len=400"):
+        model(loud.tokens(2, 393), past_kv_cache=twin)
+    assert copy.deepcopy(cache).frozen
+
+
+def test_a_deep_copy_of_a_cache_with_a_graph_leaves_the_graph() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(1, 6)
+    cache = empty_cache(model)
+    model(ids, past_kv_cache=cache)
+    twin = copy.deepcopy(cache)
+    assert not twin[0].past_keys.requires_grad
+    assert cache[0].past_keys.requires_grad
+
+
 def test_report_043_two_interleaved_continuations_are_as_one_after_the_other() -> None:
     model = loud.build("rotary_window")
     cache = filled(model, loud.tokens(1, 8), frozen=True)
@@ -596,6 +882,19 @@ def test_a_forward_that_fails_half_way_leaves_the_cache_as_it_was(
 # --- the object -----------------------------------------------------------------------------------
 
 
+@KINDS
+def test_D5_a_preallocated_cache_gives_the_same_results_and_says_when_it_is_full(kind: str) -> None:
+    model, ids = loud.build(kind), loud.tokens(2, 11)
+    fixed, dynamic = empty_cache(model, 2, 9), empty_cache(model, 2)
+    sizes = [5, 1, 3]
+    outs = [in_pieces(model, ids[:, :9], sizes, cache) for cache in (fixed, dynamic)]
+    close(*outs)
+    before = contents(fixed)
+    with pytest.raises(ValueError, match="9 of max_len=9 positions are taken and 2 more"):
+        model(ids[:, 9:], past_kv_cache=fixed)
+    assert_same_contents(fixed, before)
+
+
 def test_growing_is_geometric_and_max_len_is_allocated_once() -> None:
     model, ids = loud.build("standard", n_ctx=400), loud.tokens(1, 300)
     cache, fixed, places, fixed_places = empty_cache(model), empty_cache(model, 1, 300), [], set()
@@ -667,8 +966,24 @@ def test_append_on_a_frozen_entry_serves_more_rows() -> None:
     assert torch.equal(keys, torch.cat((cache[0].past_keys.expand(5, -1, -1, -1), new), 1))
 
 
+def test_D1_freezing_keeps_length_and_mask_and_changes_no_logit() -> None:
+    model = loud.build("rotary_gqa")  # without a tokenizer
+    _, ids, mask = loud.ragged([4, 6])
+    new = loud.tokens(2, 3)
+    cache = filled(model, ids, attention_mask=mask)
+    cache.freeze()
+    frozen = run(model, new, past_kv_cache=cache)
+    assert (cache.frozen, cache.length) == (True, 6)
+    assert all(entry.frozen and entry.length == 6 for entry in cache.entries)
+    assert torch.equal(cache.previous_attention_mask, mask)
+    cache.unfreeze()
+    close(run(model, new, past_kv_cache=cache), frozen)
+    assert cache.length == 9
+    assert torch.equal(cache.previous_attention_mask[:, 6:], torch.ones(2, 3, dtype=torch.long))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
-def test_append_attention_mask_returns_the_joined_mask(frozen: bool) -> None:
+def test_D1_append_attention_mask_returns_the_joined_mask(frozen: bool) -> None:
     cache = filled(loud.build(), loud.tokens(1, 3), frozen)
     joined = cache.append_attention_mask(torch.tensor([[0, 1]]))
     assert joined.tolist() == [[1, 1, 1, 0, 1]]
@@ -713,11 +1028,11 @@ def test_copies_keep_padding_freezing_and_room() -> None:
     branch = cache.branch(2, max_len=4)
     assert branch.previous_attention_mask.tolist() == mask.tolist()
     run(model, loud.tokens(2, 1), past_kv_cache=branch)
-    copy = branch.clone()
-    run(model, loud.tokens(2, 3), past_kv_cache=copy)
-    assert copy.length == 10
+    twin = branch.clone()
+    run(model, loud.tokens(2, 3), past_kv_cache=twin)
+    assert twin.length == 10
     with pytest.raises(ValueError, match="full"):
-        model(loud.tokens(2, 1), past_kv_cache=copy)
+        model(loud.tokens(2, 1), past_kv_cache=twin)
 
 
 def test_the_aliases_the_repr_and_the_length_of_nothing() -> None:
@@ -790,13 +1105,14 @@ def test_under_grad_the_gradients_are_those_of_one_pass() -> None:
     assert not cache[0].past_keys.requires_grad
 
 
-def test_gradcheck_through_a_cache_in_pieces() -> None:
+@pytest.mark.parametrize("max_len", [None, 4])
+def test_D5_gradcheck_through_a_cache_in_pieces(max_len: int | None) -> None:
     sizes = {"n_layers": 1, "d_model": 5, "d_head": 4, "n_heads": 2, "d_mlp": 7}
     model = loud.build("rotary", dtype="float64", **sizes)
     residual = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
 
     def pieces(x: Tensor) -> Tensor:
-        cache = empty_cache(model)
+        cache = empty_cache(model, 1, max_len)
         args: dict[str, Any] = {"start_at_layer": 0, "stop_at_layer": 1, "past_kv_cache": cache}
         return torch.cat([model(part, **args) for part in x.split([2, 1, 1], 1)], 1)
 

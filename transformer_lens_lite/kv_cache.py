@@ -9,9 +9,11 @@ is the classic [batch, pos, kv_head, d_head].
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -37,6 +39,53 @@ def serving(shared: Shaped[Tensor, "row *rest"], batch: int) -> Shaped[Tensor, "
     if rows in (1, batch):
         return shared.expand(batch, *shared.shape[1:])
     return shared.repeat_interleave(batch // rows, 0)
+
+
+def columns_of(pos: Any, length: int) -> list[int]:
+    """The absolute columns that an int, a slice or a list chooses among `length`.
+
+    Raises: IndexError for one that is not there; ValueError for none, for the same one twice and
+        for what is no choice.
+    """
+    if isinstance(pos, slice):
+        columns = list(range(length))[pos]
+    else:
+        given = pos.tolist() if isinstance(pos, Tensor) else pos
+        given = [given] if isinstance(given, int) else given
+        whole = isinstance(given, list | range) and all(type(each) is int for each in given)
+        if not whole:
+            raise ValueError(f"pos must be an int, a slice or a list of ints, got {pos!r}")
+        for each in given:
+            if not -length <= each < length:
+                raise IndexError(f"pos {each} is outside a cache of {length} positions")
+        columns = [each % length for each in given]
+    if not columns:
+        raise ValueError(f"pos={pos!r} chooses none of {length} positions")
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"pos={pos!r} names a position twice")
+    return columns
+
+
+def overwritten(
+    stored: Float[Tensor, "row kv_head key_pos inner"],
+    places: Int[Tensor, " n_pos"],
+    new: Float[Tensor, "#row kv_head n_pos inner"],
+) -> Float[Tensor, "row kv_head key_pos inner"]:
+    """A copy with `new` at these places."""
+    return stored.index_copy(2, places, new.expand(len(stored), -1, -1, -1))
+
+
+def padded_left(
+    stored: Float[Tensor, "_row kv_head key_pos _"], length: int
+) -> Float[Tensor, "_row kv_head length _"]:
+    """Zeros in front, up to that many positions."""
+    return F.pad(stored, (0, 0, length - stored.shape[2], 0))
+
+
+def compact(t: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """The same values without a graph, in memory that holds nothing else."""
+    t = t.detach()
+    return t if t.untyped_storage().nbytes() == t.nbytes else t.contiguous().clone()
 
 
 class KeyValueCacheEntry:
@@ -204,7 +253,87 @@ class KeyValueCacheEntry:
                 f"{n_new} more were given"
             )
 
+    # -- editing at rest --
+
+    def edit(self, pos: Any, keys: Any = None, values: Any = None) -> None:
+        """See `KeyValueCache.edit`."""
+        if self.frozen:
+            raise ValueError("a frozen cache is read only: edit a clone() or a branch() of it")
+        if keys is None and values is None:
+            raise ValueError("there is nothing to write: give keys=, values= or both")
+        columns = columns_of(pos, self.length)
+        like_tail = (self._keys, self._values)
+        new = [
+            None if given is None else self._written(name, given, stored, len(columns))
+            for name, given, stored in zip(
+                ("keys", "values"), (keys, values), like_tail, strict=True
+            )
+        ]
+        differ = any(given is not None and given.shape[0] > 1 for given in new)
+        edited, end = [], 0
+        for segment in self.segments:
+            start, end = end, end + segment[0].shape[2]
+            chosen = [i for i, column in enumerate(columns) if start <= column < end]
+            if chosen:
+                rows = self.batch_size if differ else segment[0].shape[0]
+                index = torch.tensor(
+                    [columns[i] - start for i in chosen], device=like_tail[0].device
+                )
+                changed_keys, changed_values = (
+                    serving(stored, rows)
+                    if given is None
+                    else overwritten(serving(stored, rows), index, given[:, :, chosen])
+                    for stored, given in zip(segment, new, strict=True)
+                )
+                segment = (changed_keys, changed_values)
+            edited.append(segment)
+        if len(edited) > len(self.prefix):
+            self._keys, self._values = edited.pop()
+        self.prefix = tuple(edited)
+
+    def _written(
+        self, name: str, given: Any, stored: StoredKeys, n_pos: int
+    ) -> Float[Tensor, "_row kv_head n_pos _"]:
+        """What is to be written: of one row, or of as many as the batch. ValueError when it does
+        not fit."""
+        if isinstance(given, int | float):
+            given = stored.new_tensor(given)
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{name} must be a tensor or a number, got {type(given).__name__}")
+        if given.dtype != stored.dtype or given.device != stored.device:
+            raise ValueError(
+                f"{name} are {given.dtype} on {given.device}, the cache is {stored.dtype} on "
+                f"{stored.device}"
+            )
+        rows = given.shape[0] if given.ndim == 4 else 1
+        shape = (rows, n_pos, stored.shape[1], stored.shape[3])
+        try:
+            if rows not in (1, self.batch_size):
+                raise RuntimeError
+            return given.expand(shape).transpose(1, 2)
+        except RuntimeError:
+            wanted = [self.batch_size, *shape[1:]]
+            raise ValueError(
+                f"{name} must be, or broadcast to, [batch, n_pos, kv_head, d_head] = {wanted}; got "
+                f"{list(given.shape)}"
+            ) from None
+
     # -- other entries from this one --
+
+    def select_rows(self, indices: Int[Tensor, " new_batch"]) -> "KeyValueCacheEntry":
+        """See `KeyValueCache.select_rows`."""
+        new = copy.copy(self)
+        new._joined_with_graph = None
+        new._keys, new._values = (t.index_select(0, indices) for t in (self._keys, self._values))
+        new.prefix = tuple(self._rows_of(segment, indices) for segment in self.prefix)
+        return new
+
+    def _rows_of(self, shared: Segment, indices: Int[Tensor, " new_batch"]) -> Segment:
+        keys, values = shared
+        if len(keys) == 1:
+            return shared
+        rows = indices // (self.batch_size // len(keys))
+        return keys.index_select(0, rows), values.index_select(0, rows)
 
     def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCacheEntry":
         """A growing entry whose prefix is what this one holds, shared and not copied."""
@@ -225,6 +354,19 @@ class KeyValueCacheEntry:
         new._joined_with_graph = None
         new._keys, new._values, new._length = keys, values, keys.shape[2]
         return new
+
+    def __copy__(self) -> "KeyValueCacheEntry":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle take: what is stored, without the room to grow, or a graph."""
+        state = dict(self.__dict__, _joined_with_graph=None)
+        state["prefix"] = tuple((compact(keys), compact(values)) for keys, values in self.prefix)
+        for name in ("_keys", "_values"):
+            state[name] = compact(state[name][:, :, : self._length])
+        return state
 
     def nbytes(self) -> int:
         """Bytes of memory this entry keeps alive, shared prefixes included."""
@@ -250,6 +392,7 @@ class KeyValueCache:
         self.frozen = frozen
         # None: no position is padding. Kept so, the common case needs no mask anywhere.
         self._mask = previous_attention_mask
+        self.n_forwards = 0  # that were stored here
 
     @classmethod
     def init_cache(
@@ -331,6 +474,31 @@ class KeyValueCache:
             self._mask = joined
         return joined
 
+    # -- editing at rest --
+
+    def edit(self, layer: Any, pos: Any, keys: Any = None, values: Any = None) -> None:
+        """Overwrite what one layer stores at some columns. What was computed from it already, here
+        and in later layers, stays as it is.
+
+        Prefixes shared with other caches are copied first: they see nothing of it.
+
+        Args:
+            layer: negatives count from the last.
+            pos: an absolute column, prefixes included, a slice or a list; negatives count from the
+                end of what is stored.
+            keys, values: [batch, n_pos, kv_head, d_head], what broadcasts to that, or a number.
+                Keys are stored rotated, as queries meet them: they replace what `hook_rot_k` saw.
+        Raises:
+            IndexError: no such layer or column.
+            ValueError: a frozen cache; a wrong shape, dtype or device; columns named twice or none.
+                Nothing was written then.
+        """
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise ValueError(f"layer must be an int, got {layer!r}")
+        if not -len(self) <= layer < len(self):
+            raise IndexError(f"layer {layer} is outside a cache of {len(self)} layers")
+        self.entries[layer].edit(pos, keys, values)
+
     # -- freezing and copies --
 
     def freeze(self) -> None:
@@ -369,6 +537,75 @@ class KeyValueCache:
             lambda mask: mask.repeat_interleave(times, 0),
         )
 
+    def select_rows(self, indices: Any) -> "KeyValueCache":
+        """A cache of these rows, in this order, as often as they are named; a list or [new_batch].
+
+        A prefix that all rows share stays shared; the rest is copied, with its room.
+        Raises: IndexError for a row that is not there, ValueError for what are no rows.
+        """
+        device = self.entries[0]._keys.device
+        rows = torch.as_tensor(indices, device=device)
+        if rows.ndim != 1 or not rows.numel() or rows.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"rows must be a list of ints, or [new_batch] of them; got {indices!r}"
+            )
+        if bool(((rows < 0) | (rows >= self.batch_size)).any()):
+            raise IndexError(f"{rows.tolist()} names rows outside a cache of {self.batch_size}")
+        return self._made_of(
+            [entry.select_rows(rows) for entry in self.entries],
+            None if self._mask is None else self._mask.index_select(0, rows.to(self._mask.device)),
+        )
+
+    @classmethod
+    def stack(cls, caches: "Sequence[KeyValueCache]") -> "KeyValueCache":
+        """One cache of the rows of several, in their order, that continues each of them as if it
+        were alone: shorter ones are padded on the left. A copy; frozen if all of them are.
+
+        Raises: ValueError for caches of different kinds, or none.
+        """
+        if not caches:
+            raise ValueError("there are no caches to stack")
+        first, length = caches[0], max(cache.length for cache in caches)
+        for i, cache in enumerate(caches):
+            if len(cache) != len(first):
+                raise ValueError(f"cache {i} has {len(cache)} layers, the first {len(first)}")
+            for mine, its in zip(first.entries, cache.entries, strict=True):
+                mine.check_kind(its._keys)
+        entries = []
+        for layers in zip(*(cache.entries for cache in caches), strict=True):
+            keys, values = (
+                torch.cat([padded_left(each, length) for each in parts])
+                for parts in (
+                    [entry.past_keys.transpose(1, 2) for entry in layers],
+                    [entry.past_values.transpose(1, 2) for entry in layers],
+                )
+            )
+            entry = layers[0].replaced(keys, values)
+            entry.max_len = None
+            entries.append(entry)
+        masks = [F.pad(c.previous_attention_mask, (length - c.length, 0)) for c in caches]
+        mask = torch.cat(masks)
+        stacked = first._made_of(entries, None if bool(mask.all()) else mask)
+        stacked._set_frozen(all(cache.frozen for cache in caches))
+        return stacked
+
+    def _made_of(
+        self, entries: list[KeyValueCacheEntry], mask: Int[Tensor, "batch pos"] | None
+    ) -> "KeyValueCache":
+        """A cache like this one, with other contents."""
+        new = copy.copy(self)
+        new.entries, new._mask = entries, mask
+        return new
+
+    def __copy__(self) -> "KeyValueCache":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        mask = None if self._mask is None else compact(self._mask)
+        return dict(self.__dict__, _mask=mask)
+
     def _with(self, on_keys: Any, on_mask: Any) -> "KeyValueCache":
         entries = [
             entry.replaced(
@@ -376,8 +613,7 @@ class KeyValueCache:
             )
             for entry in self.entries
         ]
-        mask = None if self._mask is None else on_mask(self._mask)
-        return KeyValueCache(entries, mask, self.frozen)
+        return self._made_of(entries, None if self._mask is None else on_mask(self._mask))
 
     def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCache":
         """A growing cache that continues this one for `batch_size` rows, sharing what is stored.
@@ -392,7 +628,9 @@ class KeyValueCache:
             )
         entries = [entry.branch(batch_size, max_len) for entry in self.entries]
         mask = None if self._mask is None else serving(self._mask, batch_size)
-        return KeyValueCache(entries, mask)
+        branch = self._made_of(entries, mask)
+        branch.frozen, branch.n_forwards = False, 0
+        return branch
 
     def nbytes(self) -> int:
         """Bytes of memory this cache keeps alive."""
