@@ -163,7 +163,8 @@ def test_report_072_any_single_point_can_be_captured_alone(kind: str) -> None:
     [
         ("blocks.0.hook_resid_pots", "Did you mean 'blocks.0.hook_resid_post'"),
         ("blocks.7.hook_resid_post", "Did you mean"),
-        ("resid_post", "Did you mean 'blocks.*hook_resid_post'"),
+        ("hook_resid_post", "Did you mean 'blocks.*hook_resid_post'"),
+        ("residpost", "no hook point is called 'residpost'"),
         (["hook_embed", "blocks.1.hook_patern"], "no hook point is called 'blocks.1.hook_patern'"),
         ("blocks.*.hook_rezid", "matches none of the"),
         (lambda name: False, "matches none of the"),
@@ -204,7 +205,9 @@ def test_what_is_kept_without_a_copy_is_what_a_copy_would_have_kept(kind: str) -
     copied, hooks, _ = model.get_caching_hooks()
     with torch.no_grad():
         model.run_with_hooks(ids, fwd_hooks=hooks)
-    assert_same(uncopied, copied)
+    # a norm that is called once for queries, keys and values each; the hooks keep the latest
+    latest = {name.split(":")[0]: value for name, value in uncopied.items()}
+    assert_same(latest, copied)
 
 
 @pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa", "shortformer"])

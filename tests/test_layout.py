@@ -29,7 +29,10 @@ class Rule(NamedTuple):
 RULES = [
     Rule(f"{LIB}.rope_scaling",   ()),
     Rule(f"{LIB}.config",         (f"{LIB}.rope_scaling",)),
-    Rule(f"{LIB}.hooks",          (f"{LIB}.config",)),
+    Rule(f"{LIB}.steps",          (f"{LIB}.config",)),
+    Rule(f"{LIB}.hooks",          (f"{LIB}.config", f"{LIB}.steps")),
+    Rule(f"{LIB}.capture",        (f"{LIB}.config", f"{LIB}.steps", f"{LIB}.hooks",
+                                   f"{LIB}.utils")),
     Rule(f"{LIB}.kv_cache",       (f"{LIB}.config",)),
     Rule(f"{LIB}.components*",    (f"{LIB}.config", f"{LIB}.rope_scaling", f"{LIB}.hooks",
                                    f"{LIB}.kv_cache", f"{LIB}.components*")),

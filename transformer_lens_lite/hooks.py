@@ -11,10 +11,12 @@ gradient, a 1-tuple of one, or None.
 import inspect
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+
+from transformer_lens_lite.steps import Columns, Pos, StepContext, Steps, When, current_step
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
@@ -100,9 +102,61 @@ class AttributeDict(dict[str, Any]):
     setdefault = MutableMapping.setdefault
 
 
+class Limits:
+    """Where a hook acts: at some steps, on some absolute columns, or at one call of its point.
+
+    Args:
+        when: see `When`.
+        pos: absolute columns; the hook gets only those of them that are computed in this forward,
+            and is not called where none is. None: the whole value.
+        call: the only call of the point, counted from 1, at which it acts; None: every one.
+    Raises: ValueError or TypeError for what chooses nothing.
+    """
+
+    def __init__(self, when: When = "all", pos: Pos = None, call: int | None = None) -> None:
+        self.steps = Steps(when)
+        self.columns = None if pos is None else Columns(pos)
+        self.call = call
+
+    @property
+    def are_none(self) -> bool:
+        """Whether the hook acts everywhere."""
+        return self.steps.is_all and self.columns is None and self.call is None
+
+    def refuse_on(self, point: "HookPoint") -> None:
+        """ValueError for columns of a value that has none."""
+        if self.columns is not None and point.pos_axis is None:
+            raise ValueError(f"{point.name!r} has no position axis for pos= to choose from")
+
+    def part(self, point: "HookPoint", call: int) -> slice | list[int] | None:
+        """What of the value, along its position axis, the hook gets; None: it is not called."""
+        if self.call is not None and call != self.call:
+            return None
+        if self.steps.is_all and self.columns is None:
+            return slice(None)
+        step = point.step
+        if step not in self.steps:
+            return None
+        if self.columns is None:
+            return slice(None)
+        return self.columns.within(step.start, step.stop)
+
+
+NO_LIMITS = Limits()
+
+
+class Attachment(NamedTuple):
+    """A function that is to be attached to a point of this name."""
+
+    name: str
+    hook: HookFunction
+    direction: Direction
+    limits: Limits = NO_LIMITS
+
+
 class LensHandle:
     """One function attached to one hook point. `remove()` detaches it; doing so twice is
-    harmless."""
+    harmless. `num_fires` counts how often it was called."""
 
     def __init__(
         self,
@@ -112,7 +166,13 @@ class LensHandle:
         is_permanent: bool = False,
         context_level: int | None = None,
         alias_names: Sequence[str] | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
+        limits.refuse_on(point)
+        self.limits = None if limits.are_none else limits
+        self.num_calls = 0  # of the point
+        self.num_fires = 0  # of the function
+        self.fires: list[tuple[int, bool]] | None = None  # (call, replaced), when they are wanted
         self.user_hook = user_hook
         self.direction = direction
         self.is_permanent = is_permanent
@@ -132,14 +192,48 @@ class LensHandle:
         if self in self._siblings:
             self._siblings.remove(self)
 
+    @property
+    def when(self) -> When:
+        """The steps it is limited to."""
+        return "all" if self.limits is None else self.limits.steps.when
+
+    @property
+    def pos(self) -> Columns | None:
+        """The absolute columns it is limited to; None: it gets the whole value."""
+        return None if self.limits is None else self.limits.columns
+
     def run(self, tensor: Tensor, point: "HookPoint") -> Tensor:
         """Call the function, once per alias, and return what the model carries on with."""
+        self.num_calls += 1
+        if self.limits is None:
+            return self._run_on(tensor, point)
+        part = self.limits.part(point, self.num_calls)
+        if part is None:
+            return tensor
+        if part == slice(None):
+            return self._run_on(tensor, point)
+        assert point.pos_axis is not None  # refused when the hook was attached
+        index = (slice(None),) * point.pos_axis + (part,)
+        chosen = tensor[index]
+        before = chosen._version
+        result = self._run_on(chosen, point)
+        # columns next to each other are a view: an edit in place has been made where it belongs
+        if result is not chosen or (isinstance(part, list) and chosen._version != before):
+            tensor = tensor.clone()
+            tensor[index] = result
+        return tensor
+
+    def _run_on(self, tensor: Tensor, point: "HookPoint") -> Tensor:
+        self.num_fires += 1
+        before = tensor
         for caller in self._callers:
             result = self.user_hook(tensor, hook=caller)
             if isinstance(result, tuple) and len(result) == 1 and self.direction == "bwd":
                 result = result[0]
             if result is not None:
                 tensor = self._checked(result, tensor, point)
+        if self.fires is not None:
+            self.fires.append((self.num_calls, tensor is not before))
         return tensor
 
     def _checked(self, result: Any, tensor: Tensor, point: "HookPoint") -> Tensor:
@@ -199,6 +293,11 @@ class HookAlias:
 class HandleGroup(list[LensHandle]):
     """The handles of a hook added to several points at once; `remove()` removes them all."""
 
+    @property
+    def num_fires(self) -> int:
+        """How often the function was called, at all points together."""
+        return sum(each.num_fires for each in self)
+
     def remove(self, *handle: LensHandle) -> None:
         """Without arguments: detach all of them."""
         if handle:
@@ -215,11 +314,15 @@ class HookPoint(Component):
         optional: computing the value costs something, so a blanket capture leaves it out.
         pos_axis: which axis of the value counts query positions; None: it has neither a batch nor
             a position axis of its own.
+        unseen: the last axis counts keys, and this is the value at keys that a query does not see;
+            None: it has no such axis.
     """
 
     name: str | None
 
-    def __init__(self, optional: bool = False, pos_axis: int | None = 1) -> None:
+    def __init__(
+        self, optional: bool = False, pos_axis: int | None = 1, unseen: float | None = None
+    ) -> None:
         super().__init__()
         self.fwd_hooks: list[LensHandle] = []
         self.bwd_hooks: list[LensHandle] = []
@@ -227,6 +330,17 @@ class HookPoint(Component):
         self.name = None
         self.optional = optional
         self.pos_axis = pos_axis
+        self.unseen = unseen
+
+    @property
+    def step(self) -> StepContext:
+        """Where the forward stands in which a hook is called. LookupError outside of one."""
+        step = current_step()
+        if step is None:
+            raise LookupError(
+                "hook.step is known while a HookedTransformer runs forward, and only then"
+            )
+        return step
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.fwd_hooks or self.bwd_hooks or self._forward_hooks or self._forward_pre_hooks:
@@ -273,16 +387,20 @@ class HookPoint(Component):
         level: int | None = None,
         prepend: bool = False,
         alias_names: Sequence[str] | None = None,
+        when: When = "all",
+        pos: Pos = None,
     ) -> LensHandle:
         """Attach `hook(tensor, hook=point)`; hooks run in the order they were added.
 
         Args:
             prepend: run before those already there.
             alias_names: call it once per name, with `hook.name` being that name.
+            when, pos: see `Limits`.
         Raises: ValueError for another `dir`; TypeError when `hook` is not callable.
         """
         check_hook(hook, self.name)
-        return self.attach(hook, dir, is_permanent, level, prepend, alias_names)
+        limits = Limits(when, pos)
+        return self.attach(hook, dir, is_permanent, level, prepend, alias_names, limits)
 
     def attach(
         self,
@@ -292,10 +410,11 @@ class HookPoint(Component):
         level: int | None = None,
         prepend: bool = False,
         alias_names: Sequence[str] | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> LensHandle:
         """`add_hook` for a function that `check_hook` has seen: it may go to many points."""
         handles = self.handles(dir)
-        handle = LensHandle(self, hook, dir, is_permanent, level, alias_names)
+        handle = LensHandle(self, hook, dir, is_permanent, level, alias_names, limits)
         handles.insert(0 if prepend else len(handles), handle)
         return handle
 

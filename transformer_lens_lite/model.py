@@ -2,13 +2,17 @@
 
 import copy
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from transformer_lens_lite.activation_store import ActivationStore
 from transformer_lens_lite.activations import ActivationCache
+from transformer_lens_lite.capture import CaptureSpec, PartsFromOutput, Recorder
 from transformer_lens_lite.checkpoints import CheckpointMethods
 from transformer_lens_lite.components.block import build_block
 from transformer_lens_lite.components.context import ForwardContext
@@ -21,14 +25,17 @@ from transformer_lens_lite.components.embed import (
     build_unembed,
 )
 from transformer_lens_lite.components.norm import build_norm
-from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.config import HookedTransformerConfig, closest
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
+from transformer_lens_lite.module_paths import outputs_by_module
+from transformer_lens_lite.root_module import UnknownHookError
+from transformer_lens_lite.steps import StepContext, running
 from transformer_lens_lite.text import TextMethods
 from transformer_lens_lite.tokens import is_text
-from transformer_lens_lite.utils import lm_cross_entropy_loss
+from transformer_lens_lite.utils import get_act_name, lm_cross_entropy_loss
 
 RETURN_TYPES = ("logits", "loss", "both", "residual", None)
 # optional hook points a blanket capture includes when the flag is on
@@ -41,6 +48,8 @@ FLAG_OF_OPTIONAL_POINT = {
     "hook_mlp_in": "use_hook_mlp_in",
     "hook_tokens": "use_hook_tokens",
 }
+# what some people call a place in every layer
+SITES = {"residual": "resid_post", "mlp": "mlp_out"}
 
 Logits = Float[Tensor, "batch pos d_vocab_out"]
 Loss = Float[Tensor, ""] | Float[Tensor, "batch next_pos"]
@@ -89,6 +98,8 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         self._vocabulary_from_tokenizer()
         # what a loaded checkpoint's config said, for writing it back; None for models made here
         self.checkpoint_config: dict[str, Any] | None = None
+        self.aliases: dict[str, str] = {}
+        self._outputs: dict[str, str] | None = None
         self._build()
         if self.cfg.init_weights:
             self.init_weights()
@@ -177,7 +188,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
             )
             context = self._context(tokens, layers, attention_mask, past_kv_cache)
             context.token_type_ids = self._checked_token_types(token_type_ids, tokens)
-            residual = self._embedded(tokens, context)
+            residual = None
         else:
             residual = self._checked_residual(input, tokens, return_type, stop_at_layer)
             if token_type_ids is not None:
@@ -186,15 +197,19 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if wants_loss and context.n_new < 2 and not loss_per_token:
             raise ValueError("a loss needs at least two positions: one predicts the other")
-        residual = self._through_blocks(residual, layers, context, shortformer_pos_embed)
-        if stop_at_layer is not None:
-            return residual
-        residual = self.ln_final(residual)
-        if return_type is None:
-            return None
-        if return_type == "residual":
-            return residual
-        logits = self._logits(residual)
+        with running(step_of(context, tokens)):
+            if residual is None:
+                assert tokens is not None
+                residual = self._embedded(tokens, context)
+            residual = self._through_blocks(residual, layers, context, shortformer_pos_embed)
+            if stop_at_layer is not None:
+                return residual
+            residual = self.ln_final(residual)
+            if return_type is None:
+                return None
+            if return_type == "residual":
+                return residual
+            logits = self._logits(residual)
         if return_type == "logits":
             return logits
         assert tokens is not None  # checked before anything was run
@@ -206,22 +221,25 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         start: Tensor,
         attention_mask: Int[Tensor, "batch key_pos"] | None = None,
         past_kv_cache: KeyValueCache | None = None,
+        generation: Any = None,
     ) -> Float[Tensor, "batch d_vocab_out"]:
         """Logits for the token after `start`, ids [batch, pos] or embeddings [batch, pos, d_model].
 
         As the last position of `forward`; other positions are unembedded only if somebody listens
-        there.
+        there. `generation` is the `Generation` this is a step of.
         """
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
-        if start.is_floating_point():
-            residual = self._with_positions(self.hook_embed(start), context)
-        else:
-            residual = self._embedded(start, context)
-        residual = self._through_blocks(residual, layers, context)
-        if residual.shape[1] > 1 and not self._output_is_listened():
-            residual = residual[:, -1:]
-        return self._logits(self.ln_final(residual))[:, -1]
+        is_ids = not start.is_floating_point()
+        with running(step_of(context, start if is_ids else None, generation)):
+            if is_ids:
+                residual = self._embedded(start, context)
+            else:
+                residual = self._with_positions(self.hook_embed(start), context)
+            residual = self._through_blocks(residual, layers, context)
+            if residual.shape[1] > 1 and not self._output_is_listened():
+                residual = residual[:, -1:]
+            return self._logits(self.ln_final(residual))[:, -1]
 
     def _output_is_listened(self) -> bool:
         return any(
@@ -527,22 +545,88 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         return flag is not None and bool(getattr(self.cfg, flag))
 
     def run_with_cache(
-        self,
-        *model_args: Any,
-        return_cache_object: bool = True,
-        remove_batch_dim: bool = False,
-        **kwargs: Any,
+        self, *model_args: Any, return_cache_object: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
         """One forward and its activations, as an `ActivationCache` or, if asked, a plain dict.
 
-        Takes the arguments of `forward` and of `HookedRootModule.run_with_cache`.
+        Takes the arguments of `forward` and of `HookedRootModule.run_with_cache`; `names_filter`
+        may be a `CaptureSpec`.
         """
-        out, cache = super().run_with_cache(
-            *model_args, remove_batch_dim=remove_batch_dim, **kwargs
-        )
-        if return_cache_object:
-            cache = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
-        return out, cache
+        out, cache = super().run_with_cache(*model_args, **kwargs)
+        return out, cache if return_cache_object else cache.cache_dict
+
+    def _cache_of(self, recorder: Recorder) -> ActivationCache:
+        return ActivationCache.of_one_run(recorder)
+
+    @contextmanager
+    def capture(
+        self, spec: Any = None, store: ActivationStore | None = None, **tags: Any
+    ) -> Iterator[ActivationCache]:
+        """Keep what a `CaptureSpec` (or names, or None for everything) asks for, of every forward
+        and generation in a `with` block.
+
+        Yields an `ActivationCache` that can be read at any time, and after an error too. When the
+        block ran several texts, each is one of its `runs`. With `store`, every run is added to it
+        at the end, with these tags.
+        Raises: UnknownHookError for names that select nothing, before the block is entered.
+        """
+        if tags and store is None:
+            raise TypeError(f"{list(tags)[0]}= is a tag of what is added to store=, which is None")
+        recorder = Recorder(self, CaptureSpec.of(spec))
+        cache = ActivationCache.of_recorder(recorder)
+        parting = self.register_forward_hook(PartsFromOutput(recorder))
+        try:
+            with recorder.listening():
+                yield cache
+        finally:
+            parting.remove()
+            if store is not None:
+                for run in cache.runs:
+                    store.add(run, **tags)
+
+    # -- other names for the same values --
+
+    def names_meant_by(
+        self, name: str, layer: int | None = None, layer_type: str | None = None
+    ) -> list[str]:
+        """Hook names behind a short one, in one layer or in all, or behind the path of a Hugging
+        Face module whose output it is."""
+        is_alone = layer is None and layer_type is None
+        if is_alone and name not in self.mod_dict and (point := self.point_at(name)) is not None:
+            return [point]
+        name = SITES.get(name, name)
+        n_layers = self.cfg.n_layers
+        layers = range(n_layers) if layer is None else [layer + n_layers if layer < 0 else layer]
+        meant = [get_act_name(name, each, layer_type) for each in layers]
+        if layer is None:
+            meant.append(get_act_name(name))
+        return [each for each in meant if each in self.hook_dict]
+
+    def alias(self, name: str, path: str) -> None:
+        """Let `name` mean `path` at the beginning of names of points and modules: after
+        `model.alias("layers", "blocks")`, "layers.3.hook_resid_post" is a name, in `names=` and in
+        caches made from then on."""
+        if not any(each == path or each.startswith(f"{path}.") for each in self.mod_dict):
+            raise UnknownHookError(f"there is no {path!r}.{closest(path, self.mod_dict)}")
+        self.aliases = {**self.aliases, name: path}
+
+    def point_at(self, path: str) -> str | None:
+        """The hook point that holds what the module at a path returns: a path of ours, an alias, or
+        a path of the Hugging Face model this one was made from. None when there is none."""
+        for alias, meant in self.aliases.items():
+            if path == alias or path.startswith(f"{alias}."):
+                path = meant + path[len(alias) :]
+                break
+        if path in self.hook_dict:
+            return path
+        return self.outputs_by_module().get(path)
+
+    def outputs_by_module(self) -> dict[str, str]:
+        """Paths of modules, ours and Hugging Face's, and the hook points that hold exactly what
+        they return."""
+        if self._outputs is None:
+            self._outputs = outputs_by_module(self)
+        return self._outputs
 
     # -- flags that may be set at run time --
 
@@ -612,3 +696,29 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
     def mps(self) -> "HookedTransformer":
         """Move to Apple's GPU."""
         return self.to("mps")
+
+
+def step_of(
+    context: ForwardContext, tokens: Int[Tensor, "batch pos"] | None, generation: Any = None
+) -> StepContext:
+    """Where a forward stands, for whoever asks from inside it."""
+    cache = context.cache
+    growing = cache if cache is not None and not cache.frozen else None
+    if generation is not None:
+        step, expected_stop = generation.n_fed, generation.expected_stop
+        real = generation.real(context.n_new)
+    else:
+        # a text that was begun elsewhere is continued, whether or not its cache says how often
+        step = 0 if cache is None else max(cache.n_forwards, int(context.n_past > 0))
+        expected_stop, real = None, None
+    return StepContext(
+        step=step,
+        start=context.n_past,
+        stop=context.n_keys,
+        tokens=tokens,
+        attention_mask=context.attention_mask,
+        sequence=growing if growing is not None else generation,
+        expected_stop=expected_stop,
+        real=real,
+        batch=context.batch,
+    )

@@ -5,16 +5,19 @@ however it is left.
 """
 
 import fnmatch
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from transformer_lens_lite.capture import CaptureSpec, Recorder
 from transformer_lens_lite.config import closest
 from transformer_lens_lite.hooks import (
+    Attachment,
     Both,
     Component,
     Direction,
@@ -22,13 +25,17 @@ from transformer_lens_lite.hooks import (
     HookFunction,
     HookPoint,
     LensHandle,
+    Limits,
     check_hook,
 )
+from transformer_lens_lite.steps import Pos, When
 from transformer_lens_lite.utils import Slice, SliceInput
 
 # a name, a glob, a predicate on names, or several of those; None: every point but the optional ones
 NamesFilter = str | Callable[[str], bool] | Iterable[Any] | None
 NamedHooks = Iterable[tuple[str | Callable[[str], bool], HookFunction]]
+ZeroFire = Literal["warn", "error", "ignore"]
+ONE_CALL = re.compile(r"(.+):(\d+)")
 
 
 class UnknownHookError(KeyError, ValueError):
@@ -75,8 +82,9 @@ class HookedRootModule(Component):
     def resolve_names(self, names_filter: NamesFilter = None) -> list[str]:
         """The hook names a filter selects, in registration order, before anything is run.
 
-        A string is a name or a glob (`"blocks.*.hook_resid_post"`). Globs and predicates choose
-        among the points of a blanket capture, and among the optional ones when none of those match.
+        A string is a name, a short name ("resid_post", in every layer; `("resid_post", 5)` in one)
+        or a glob (`"blocks.*.hook_resid_post"`). Globs and predicates choose among the points of a
+        blanket capture, and among the optional ones when none of those match.
 
         Raises: UnknownHookError (KeyError and ValueError) for a name, glob or predicate that
             selects nothing, with the nearest names.
@@ -93,6 +101,8 @@ class HookedRootModule(Component):
             if any(c in names_filter for c in "*?["):
                 glob = names_filter
                 return self._matching(lambda name: fnmatch.fnmatchcase(name, glob), repr(glob))
+            if meant := self.names_meant_by(names_filter):
+                return meant
             ending = [name for name in self.hook_dict if name.endswith(f".{names_filter}")]
             hint = f" Did you mean {ending[0]!r}?" if ending else ""
             raise UnknownHookError(
@@ -103,7 +113,62 @@ class HookedRootModule(Component):
             return self._matching(
                 names_filter, getattr(names_filter, "__qualname__", "the predicate")
             )
+        if is_name_and_layer(names_filter):
+            if meant := self.names_meant_by(*names_filter):
+                return meant
+            raise UnknownHookError(f"no hook point is meant by {names_filter!r}")
         return [name for one in names_filter for name in self._resolve(one)]
+
+    def names_meant_by(
+        self, name: str, layer: int | None = None, layer_type: str | None = None
+    ) -> list[str]:
+        """The hook names a short or a foreign name stands for, where a model knows such names."""
+        return []
+
+    def resolve_targets(self, names: Any = None, layers: Any = None) -> list[str]:
+        """The hook points and the modules that `names` selects, by their names.
+
+        Args:
+            names: what `resolve_names` takes, and modules: by path, or themselves.
+            layers: a number, a sequence or a slice: only what lies in these blocks.
+        Raises: UnknownHookError for what selects nothing; ValueError for a layer that is not there.
+        """
+        several = isinstance(names, list | tuple | set | frozenset) and not is_name_and_layer(names)
+        found: set[str] = set()
+        for each in names if several else [names]:
+            module = self._module_meant_by(each)
+            found.update(self.resolve_names(each) if module is None else [module])
+        chosen = [name for name in (*self.hook_dict, *self.mod_dict) if name in found]
+        chosen = list(dict.fromkeys(chosen))
+        if layers is None:
+            return chosen
+        wanted = {f"blocks.{layer}" for layer in self._layers(layers)}
+        inside = [name for name in chosen if ".".join(name.split(".")[:2]) in wanted]
+        if not inside:
+            raise UnknownHookError(f"layers={layers!r} has none of the points {chosen[:3]}")
+        return inside
+
+    def _module_meant_by(self, given: Any) -> str | None:
+        """The path of a module, given by itself or by its path; None for other names."""
+        if isinstance(given, nn.Module):
+            path = next((n for n, module in self.mod_dict.items() if module is given), None)
+            if path is None:
+                raise UnknownHookError(f"{type(given).__name__} is no module of this model")
+        else:
+            path = given if isinstance(given, str) and given in self.mod_dict else None
+        if path is not None and isinstance(self.mod_dict[path], nn.ModuleList):
+            raise UnknownHookError(f"{path!r} is a list of modules, which nobody calls")
+        return path
+
+    def _layers(self, layers: Any) -> list[int]:
+        n = len(getattr(self, "blocks", ()))
+        if isinstance(layers, slice):
+            return list(range(n)[layers])
+        numbers = [layers] if isinstance(layers, int) else list(layers)
+        wrong = [layer for layer in numbers if not -n <= layer < n]
+        if wrong:
+            raise ValueError(f"layers={layers!r}: there is no layer {wrong[0]} in a model of {n}")
+        return [layer % n for layer in numbers]
 
     def _matching(self, predicate: Callable[[str], bool], shown: str) -> list[str]:
         matching = [name for name in self.hook_dict if predicate(name)]
@@ -125,18 +190,49 @@ class HookedRootModule(Component):
         is_permanent: bool = False,
         level: int | None = None,
         prepend: bool = False,
+        when: When = "all",
+        pos: Pos = None,
     ) -> LensHandle | HandleGroup:
         """Attach a hook to a named point, or to every point a glob or predicate selects.
 
-        Returns: a handle with `remove()`.
+        Args:
+            when, pos: only in these forwards ("prefill", "decode", a step …), and only on these
+                columns, counted from the start of the text: the hook gets `act[:, columns]`, those
+                of them that are computed now, and what it returns takes their place.
+        Returns: a handle with `remove()`, which counts its calls in `num_fires`.
         Raises: UnknownHookError for a name that selects nothing.
         """
-        names = self.resolve_names(name)
-        check_hook(hook, names[0] if names else None)
+        wanted = self._attachments([(name, hook)], dir, when, pos)
         handles = HandleGroup(
-            self.hook_dict[n].attach(hook, dir, is_permanent, level, prepend) for n in names
+            self.hook_dict[each.name].attach(
+                hook, dir, is_permanent, level, prepend, limits=each.limits
+            )
+            for each in wanted
         )
         return handles[0] if isinstance(name, str) and len(handles) == 1 else handles
+
+    def _attachments(
+        self, pairs: NamedHooks, direction: Direction, when: When = "all", pos: Pos = None
+    ) -> list[Attachment]:
+        """What pairs of names and functions come to, all checked and nothing attached.
+
+        A name may end in ":k": only the k-th call of the point, counted from 1.
+        """
+        wanted = []
+        for name, hook in checked_pairs(pairs, direction):
+            match = ONE_CALL.fullmatch(name) if isinstance(name, str) else None
+            call = int(match[2]) if match else None
+            if call == 0:
+                raise ValueError(f"{name!r}: calls are counted from 1")
+            limits = Limits(when, pos, call)
+            if direction == "bwd" and not limits.are_none:
+                raise ValueError("when=, pos= and name:call are for forward hooks")
+            names = self.resolve_names(match[1] if match else name)
+            check_hook(hook, names[0] if names else None)
+            for each in names:
+                limits.refuse_on(self.hook_dict[each])
+                wanted.append(Attachment(each, hook, direction, limits))
+        return wanted
 
     def add_perma_hook(
         self, name: str | Callable[[str], bool], hook: HookFunction, dir: Direction = "fwd"
@@ -200,36 +296,46 @@ class HookedRootModule(Component):
         bwd_hooks: NamedHooks = (),
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
+        when: When = "all",
+        pos: Pos = None,
+        on_zero_fire: ZeroFire = "warn",
     ) -> Iterator["HookedRootModule"]:
         """Attach hooks inside a `with` block; yields the model.
 
         All names are checked before any hook is attached. On leaving, however that happens, exactly
         the hooks of this block are detached; with `reset_hooks_end=False` they stay.
+
+        Args:
+            when, pos: where the forward hooks act: see `add_hook`.
+            on_zero_fire: "warn" about a forward hook that is limited to some place, by these or by
+                "name:call", and never reached it; "error" for a RuntimeError about any forward hook
+                that was never called; "ignore".
         """
-        directions: list[tuple[Direction, NamedHooks]] = [("fwd", fwd_hooks), ("bwd", bwd_hooks)]
-        wanted = []
-        for direction, pairs in directions:
-            for name_or_filter, hook in checked_pairs(pairs, direction):
-                names = self.resolve_names(name_or_filter)
-                check_hook(hook, names[0] if names else None)
-                wanted += [(name, hook, direction) for name in names]
-        with self._attached(wanted, reset_hooks_end, clear_contexts):
+        if on_zero_fire not in ("warn", "error", "ignore"):
+            raise ValueError(
+                f"on_zero_fire must be 'warn', 'error' or 'ignore', got {on_zero_fire}"
+            )
+        wanted = self._attachments(fwd_hooks, "fwd", when, pos)
+        wanted += self._attachments(bwd_hooks, "bwd")
+        with self.attached(wanted, reset_hooks_end, clear_contexts) as handles:
             yield self
+        if on_zero_fire != "ignore":
+            say_unfired(wanted, handles, on_zero_fire)
 
     @contextmanager
-    def _attached(
+    def attached(
         self,
-        wanted: list[tuple[str, HookFunction, Direction]],
+        wanted: Sequence[Attachment],
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[list[LensHandle]]:
-        """Attach (name, hook, direction) triples of existing names and hooks that were checked."""
+        """Attach functions that were checked to names that exist."""
         self.context_level += 1
         handles: list[LensHandle] = []
         try:
-            for name, hook, direction in wanted:
-                point = self.hook_dict[name]
-                handles.append(point.attach(hook, direction, level=self.context_level))
+            for name, hook, direction, limits in wanted:
+                point, level = self.hook_dict[name], self.context_level
+                handles.append(point.attach(hook, direction, level=level, limits=limits))
             yield handles
         finally:
             self.context_level -= 1
@@ -263,6 +369,18 @@ class HookedRootModule(Component):
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
+    @contextmanager
+    def hooks_set_aside(self) -> Iterator[None]:
+        """Nothing is attached to any hook point inside the block."""
+        attached = [(point, point.fwd_hooks, point.bwd_hooks) for point in self.hook_points()]
+        try:
+            for point, _, _ in attached:
+                point.fwd_hooks, point.bwd_hooks = [], []
+            yield
+        finally:
+            for point, forward, backward in attached:
+                point.fwd_hooks, point.bwd_hooks = forward, backward
+
     def is_listened(self) -> bool:
         """Whether any function is attached anywhere in the model."""
         return any(
@@ -272,11 +390,14 @@ class HookedRootModule(Component):
     def edits_are_live(self) -> bool:
         """Whether any attached function could edit an activation, or a gradient, in place."""
         return any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
+            not getattr(hook, "is_listener", False)
             for module in (self, *self.mod_dict.values())
+            for hook in (
+                *module._forward_hooks.values(),
+                *module._forward_pre_hooks.values(),
+                *module._backward_hooks.values(),
+                *module._backward_pre_hooks.values(),
+            )
         ) or any(
             not handle.is_listener
             for point in self.hook_points()
@@ -304,11 +425,15 @@ class HookedRootModule(Component):
             pos_slice: which query positions to keep. An integer keeps an axis of length 1.
         Raises: UnknownHookError for names that select nothing.
         """
-        names = self.resolve_names(names_filter)
         cache = {} if cache is None else cache
-        keep = _Keep(cache, device, remove_batch_dim, Slice.unwrap(pos_slice))
-        backward = [(name, keep.gradient) for name in names] if incl_bwd else []
-        return cache, [(name, keep.activation) for name in names], backward
+        names = self.resolve_names(names_filter)
+        spec = CaptureSpec(names, device=device, incl_bwd=incl_bwd, clone=True)
+        columns = Slice.unwrap(pos_slice)
+        recorder = Recorder(self, spec, columns, remove_batch_dim, into=cache)
+        hooks: dict[Direction, list[tuple[str, HookFunction]]] = {"fwd": [], "bwd": []}
+        for each in recorder.hooks():
+            hooks[each.direction].append((each.name, each.hook))
+        return cache, hooks["fwd"], hooks["bwd"]
 
     def add_caching_hooks(
         self,
@@ -345,15 +470,12 @@ class HookedRootModule(Component):
         With `incl_bwd` the output must be a scalar; it is differentiated, and gradients are kept
         under name + "_grad". The other arguments: see `get_caching_hooks`.
         """
-        keep = _Keep({}, device, remove_batch_dim, Slice.unwrap(pos_slice))
-        keep.clones = self.edits_are_live()
-        names = self.resolve_names(names_filter)
-        wanted: list[tuple[str, HookFunction, Direction]] = [
-            (name, keep.activation, "fwd") for name in names
-        ]
-        if incl_bwd:
-            wanted += [(name, keep.gradient, "bwd") for name in names]
-        with self._attached(wanted, reset_hooks_end, clear_contexts):
+        spec = CaptureSpec.of(names_filter, device=device, incl_bwd=incl_bwd or None)
+        columns = None if pos_slice is None else Slice.unwrap(pos_slice)
+        # hooks that stay go on filling one dictionary
+        into: dict[str, Any] | None = None if reset_hooks_end else {}
+        recorder = Recorder(self, spec, columns, remove_batch_dim, into)
+        with recorder.listening(reset_hooks_end=reset_hooks_end, clear_contexts=clear_contexts):
             output = self(*model_args, **model_kwargs)
             if incl_bwd:
                 if not isinstance(output, Tensor) or output.numel() != 1:
@@ -364,8 +486,12 @@ class HookedRootModule(Component):
                         f"return_type='loss'; got {got}"
                     )
                 output.backward()
-        keep.part_from(output)
-        return output, keep.cache
+        recorder.part_from(output)
+        return output, self._cache_of(recorder)
+
+    def _cache_of(self, recorder: Recorder) -> Any:
+        """What `run_with_cache` returns of what was recorded."""
+        return recorder.as_dict()
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:
@@ -380,65 +506,35 @@ def checked_pairs(pairs: Any, direction: Direction) -> Any:
     return pairs
 
 
-class _Keep:
-    """What caching hooks do with what they see.
-
-    What is cached never changes afterwards: values are cloned, unless `clones` is off because
-        nothing
-    is attached to the model that could edit them in place.
-    """
-
-    def __init__(
-        self,
-        cache: dict[str, Tensor],
-        device: torch.device | str | None,
-        remove_batch_dim: bool,
-        pos_slice: Slice,
-    ) -> None:
-        self.cache = cache
-        self.device = device
-        self.remove_batch_dim = remove_batch_dim
-        self.pos_slice = pos_slice
-        self.clones = True
-
-    def part_from(self, output: Any) -> None:
-        """Copy what shares memory with the run's output, which its owner is free to edit."""
-        outputs = output if isinstance(output, tuple) else (output,)
-        given_away = {
-            tensor.untyped_storage().data_ptr() for tensor in outputs if isinstance(tensor, Tensor)
-        }
-        for name, kept in self.cache.items():
-            if kept.untyped_storage().data_ptr() in given_away:
-                self.cache[name] = kept.clone()
-
-    def activation(self, tensor: Tensor, hook: HookPoint) -> None:
-        """The forward hook."""
-        self.cache[hook.name or ""] = self._kept(tensor, hook)
-
-    def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
-        """The backward hook."""
-        self.cache[(hook.name or "") + "_grad"] = self._kept(tensor, hook)
-
-    def _kept(self, tensor: Tensor, hook: HookPoint) -> Tensor:
-        kept = tensor.detach()
-        if hook.pos_axis is not None:
-            kept = self.pos_slice.apply(kept, dim=hook.pos_axis)
-        if self.remove_batch_dim and hook.pos_axis is not None:
-            if kept.shape[0] != 1:
-                raise ValueError(
-                    f"remove_batch_dim needs a batch of 1, {hook.name} has {kept.shape[0]}"
-                )
-            kept = kept[0]
-        if self.device is not None:
-            kept = kept.to(self.device)
-        is_part = kept.numel() < tensor.numel()  # and would keep the whole alive
-        if (
-            self.clones or is_part
-        ) and kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            kept = kept.clone()
-        return kept
+def is_name_and_layer(given: Any) -> bool:
+    """Whether it is ("resid_post", 5) or ("scale", 5, "ln1"), and not several names."""
+    return (
+        isinstance(given, tuple)
+        and len(given) in (2, 3)
+        and isinstance(given[0], str)
+        and isinstance(given[1], int)
+        and not isinstance(given[1], bool)
+    )
 
 
-# they only look: see LensHandle
-_Keep.activation.is_listener = True  # type: ignore[attr-defined]
-_Keep.gradient.is_listener = True  # type: ignore[attr-defined]
+def say_unfired(
+    wanted: Sequence[Attachment], handles: Sequence[LensHandle], on_zero_fire: ZeroFire
+) -> None:
+    """A warning about limited hooks that never reached their place, or a RuntimeError about any
+    forward hook that was never called."""
+    unfired = [
+        each.name
+        for each, handle in zip(wanted, handles, strict=True)
+        if each.direction == "fwd"
+        and not handle.num_fires
+        and (handle.limits is not None or on_zero_fire == "error")
+    ]
+    if not unfired:
+        return
+    message = (
+        f"{len(unfired)} hook(s) never acted, for example on {unfired[0]!r}: no forward in this "
+        "block reached the step, column or call they are limited to"
+    )
+    if on_zero_fire == "error":
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=4)

@@ -1,9 +1,10 @@
 """Multi-head attention (arXiv 1706.03762) with one, several or a single key-value head per
 group."""
 
+import math
 from dataclasses import replace
-from typing import Any
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +76,9 @@ class Attention(Component):
         if spec.rotary is not None:
             self.hook_rot_q = HookPoint()  # [batch, pos, head, d_head]
             self.hook_rot_k = HookPoint()  # [batch, pos, kv_head, d_head], new positions only
-        self.hook_attn_scores = HookPoint(pos_axis=2)  # [batch, head, pos, key_pos]
-        self.hook_pattern = HookPoint(pos_axis=2)  # [batch, head, pos, key_pos]
+        # [batch, head, pos, key_pos]
+        self.hook_attn_scores = HookPoint(pos_axis=2, unseen=-math.inf)
+        self.hook_pattern = HookPoint(pos_axis=2, unseen=0.0)
         self.hook_z = HookPoint()  # [batch, pos, head, d_head]
         self.hook_result = HookPoint(optional=True)  # [batch, pos, head, d_model]
 

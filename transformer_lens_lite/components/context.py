@@ -209,6 +209,7 @@ class ForwardContext(Memo):
             return
         for layer in layers:
             self.cache[layer].advance(self.n_new)
+        self.cache.n_forwards += 1
         self.cache.padding = self.attention_mask
 
     # -- masks --

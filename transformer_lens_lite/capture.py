@@ -1,0 +1,722 @@
+"""Keeping what passes hook points and modules.
+
+One mechanism for one forward, a block of them, and a generation. A `CaptureSpec` says what is
+wanted; a `Recorder` listens, and keeps it call by call, aligned to the columns of the text. What is
+kept is read through an `ActivationCache`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from transformer_lens_lite.hooks import Attachment, HookPoint
+from transformer_lens_lite.steps import Columns, Phase, Pos, StepContext, Steps, When, current_step
+from transformer_lens_lite.utils import Slice
+
+Device = torch.device | str
+# a module's value has its positions on this axis, as most hook points have
+MODULE_POS_AXIS = 1
+INPUT, ARGUMENTS = ".input", ".inputs"
+PINNED_AT_MOST = 2**30  # bytes of memory that the system cannot use for anything else
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What to keep of a run, and how.
+
+    Args:
+        names: hook points or modules: a name ("blocks.0.attn.hook_q"), a short one ("resid_post" in
+            every layer, ("resid_post", 5) in one), a glob, a predicate on names, a module ("blocks.
+            1.mlp", or the module itself), a Hugging Face path of the same value, or a list of
+            those. None: every point but the optional ones.
+        layers: only points in these layers; negative numbers count from the end.
+        inputs, outputs: of modules, what they were called with and what they returned.
+        steps: which forwards of a generation: "all", "prefill", "decode", a number, a slice, a
+            list, or a function of the `StepContext`.
+        pos_slice: which columns, counted from the start of the text.
+        device, dtype: where, and for floating tensors as what, to keep it. None: as it is.
+        detach: without its graph. False leaves it in the graph, and then it cannot be converted.
+        clone: "auto" copies a value where it could still change: where some hook edits in place,
+            or the output is handed out.
+        non_blocking: copies from an accelerator do not wait; reading the cache does.
+        incl_bwd: gradients too, under name + "_grad".
+        max_bytes: refuse before running what would keep more (see `nbytes`).
+    Raises: ValueError for what contradicts itself; unknown names are raised by `resolve`.
+    """
+
+    names: Any = None
+    layers: Any = None
+    inputs: bool = False
+    outputs: bool = True
+    steps: When = "all"
+    pos_slice: Pos = None
+    device: Device | None = None
+    dtype: torch.dtype | None = None
+    detach: bool = True
+    clone: bool | Literal["auto"] = "auto"
+    non_blocking: bool = True
+    incl_bwd: bool = False
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        Steps(self.steps, "steps")
+        if self.pos_slice is not None:
+            Columns(self.pos_slice, "pos_slice")
+        if self.device is not None:
+            torch.device(self.device)
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise ValueError(f"dtype must be a floating torch dtype, got {self.dtype!r}")
+        if self.clone not in (True, False, "auto"):
+            raise ValueError(f"clone must be True, False or 'auto', got {self.clone!r}")
+        if not (self.inputs or self.outputs):
+            raise ValueError("inputs=False and outputs=False would keep nothing")
+        if not self.detach and (self.device is not None or self.dtype is not None):
+            raise ValueError(
+                "detach=False with device= or dtype=: what is kept would be a converted copy, and "
+                "gradients with respect to it are not those of the activation"
+            )
+
+    @classmethod
+    def of(cls, wanted: Any, **changes: Any) -> "CaptureSpec":
+        """A spec from a spec, from names, or (True) for everything; with some fields given."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        if isinstance(wanted, CaptureSpec):
+            if given:
+                raise ValueError(f"{list(given)[0]}= was given beside a CaptureSpec, which says it")
+            return wanted
+        return cls(names=None if wanted is True else wanted, **given)
+
+    def resolve(self, model: Any) -> list[str]:
+        """The names of the points and modules it means in this model, before anything is run.
+
+        Raises: UnknownHookError for names that select nothing, with the nearest ones.
+        """
+        names: list[str] = model.resolve_targets(self.names, self.layers)
+        if self.inputs and all(name in model.hook_dict for name in names):
+            raise ValueError(
+                "inputs=True is about modules, and names= selects hook points only; name a "
+                "module, such as 'blocks.0.mlp'"
+            )
+        return names
+
+    def wants(self, name: str, model: Any) -> bool:
+        """Whether it would keep the point or module of this name."""
+        return name in self.resolve(model)
+
+    def nbytes(self, model: Any, batch: int, pos: int) -> int:
+        """Bytes it would keep of `batch` texts of `pos` columns: measured on two columns."""
+        return bytes_of(self, measured_sizes(model, self), batch, pos)
+
+
+# --- what was kept --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a run: which step, which absolute columns, and where the kept ones among them
+    lie in what is kept of the run."""
+
+    step: int
+    phase: Phase
+    start: int
+    stop: int
+    first: int
+    last: int  # first:last, along the kept columns
+
+    @property
+    def n_kept(self) -> int:
+        """How many columns of this forward were kept."""
+        return self.last - self.first
+
+
+class Axes(NamedTuple):
+    """Where a value has its positions; its last axis counts keys if `unseen` is a number."""
+
+    pos: int | None
+    unseen: float | None = None
+
+
+class Call(NamedTuple):
+    """One visit of a point or module. `number` counts from 1."""
+
+    number: int
+    forward: int
+
+
+@dataclass
+class Recording:
+    """All that is kept of one run.
+
+    values: tensors by name, columns joined; where they cannot be, by "name:call".
+    others: what is no tensor, likewise.
+    calls: of which visits a name's value is made up.
+    columns: [kept] absolute columns; tokens and attention_mask are of those.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    axes: dict[str, Axes] = field(default_factory=dict)
+    forwards: list[Forward] = field(default_factory=list)
+    columns: Int[Tensor, " kept"] | None = None
+    tokens: Int[Tensor, "batch kept"] | None = None
+    attention_mask: Int[Tensor, "batch kept"] | None = None
+
+    def keep(self, name: str, value: Any) -> None:
+        """A value, where its kind is kept."""
+        (self.values if isinstance(value, Tensor) else self.others)[name] = value
+
+
+APART = object()  # instead of a joined value: there are only those of single calls
+
+
+class Series:
+    """The values of one point in one run: pieces, or a buffer of known length they are copied
+    into."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.calls: list[Call] = []
+        self.pieces: list[Any] = []
+        self.buffer: Tensor | None = None
+        self.filled = 0
+
+    def add(self, call: Call, value: Any) -> None:
+        """One more piece."""
+        self.calls.append(call)
+        self.pieces.append(value)
+
+    def write(self, call: Call, value: Tensor, non_blocking: bool) -> None:
+        """One more piece, into the buffer."""
+        assert self.buffer is not None
+        assert self.axes.pos is not None
+        n = value.shape[self.axes.pos]
+        place = self.buffer.narrow(self.axes.pos, self.filled, n)
+        if self.axes.unseen is not None:
+            place = place[..., : value.shape[-1]]
+        place.copy_(value, non_blocking=non_blocking)
+        self.filled += n
+        self.add(call, place)
+
+    def spill(self) -> None:
+        """Go on without the buffer: more comes than it was made for."""
+        self.buffer = None
+
+    def joined(self, forwards: list[Forward]) -> Any:
+        """All pieces as one value; `APART` when they are no consecutive columns."""
+        if not forwards:  # the model does not say where it is
+            return self.pieces[-1]
+        if self.axes.pos is None:
+            if len(self.pieces) == 1:
+                return self.pieces[0]
+            alike = {piece.shape if isinstance(piece, Tensor) else None for piece in self.pieces}
+            return torch.stack(self.pieces) if len(alike) == 1 and None not in alike else APART
+        wanted = [number for number, forward in enumerate(forwards) if forward.n_kept]
+        if [call.forward for call in self.calls] != wanted:
+            return APART
+        if len(self.pieces) == 1 and self.buffer is None:
+            return self.pieces[0]
+        if self.buffer is None:
+            self._join()
+        assert self.buffer is not None
+        whole = self.buffer.narrow(self.axes.pos, 0, self.filled)
+        return whole if self.axes.unseen is None else whole[..., : forwards[-1].stop]
+
+    def _join(self) -> None:
+        """Move the pieces into a buffer of their own, one after the other."""
+        pos, pieces = self.axes.pos, self.pieces
+        assert pos is not None
+        if any(piece.requires_grad for piece in pieces):
+            keys = pieces[-1].shape[-1]
+            if self.axes.unseen is not None:
+                pieces = [padded(piece, keys, self.axes.unseen) for piece in pieces]
+            self.buffer = torch.cat(pieces, pos)
+            self.filled = self.buffer.shape[pos]
+            return
+        room = sum(piece.shape[pos] for piece in pieces)
+        self.make_buffer(pieces[-1], room, pieces[-1].shape[-1])
+        calls, self.calls, self.pieces = self.calls, [], []
+        for number, call in enumerate(calls):
+            piece, pieces[number] = pieces[number], None
+            self.write(call, piece, non_blocking=False)
+
+    def make_buffer(
+        self,
+        like: Tensor,
+        room: int,
+        keys: int,
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Room for so many columns, and so many keys, of values like this one."""
+        assert self.axes.pos is not None
+        shape = list(like.shape)
+        shape[self.axes.pos] = room
+        if self.axes.unseen is not None:
+            shape[-1] = keys
+        place = like.device if device is None else torch.device(device)
+        kind = like.dtype if dtype is None or not like.is_floating_point() else dtype
+        with torch.inference_mode(False):  # a tensor of inference mode could not enter autograd
+            self.buffer = torch.empty(shape, dtype=kind, device=place)
+            if like.is_cuda and place.type == "cpu" and self.buffer.nbytes <= PINNED_AT_MOST:
+                self.buffer = self.buffer.pin_memory()
+            if self.axes.unseen is not None:
+                self.buffer.fill_(self.axes.unseen)
+
+
+def padded(value: Tensor, keys: int, unseen: float) -> Tensor:
+    """More keys on the last axis, none of which was seen."""
+    return nn.functional.pad(value, (0, keys - value.shape[-1]), value=unseen)
+
+
+class Kept(NamedTuple):
+    """The columns that were kept of one forward."""
+
+    start: int
+    part: slice | list[int]  # of the columns computed there
+    n_columns: int
+    tokens: Int[Tensor, "batch pos"] | None
+    mask: Int[Tensor, "batch pos"] | None
+
+    @property
+    def columns(self) -> Int[Tensor, " kept"]:
+        """Their absolute numbers."""
+        return self.start + torch.arange(self.n_columns)[self.part]
+
+
+class Run:
+    """What is kept of consecutive forwards over one text."""
+
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+        self.series: dict[str, Series] = {}
+        self.last: StepContext | None = None  # the latest forward, kept or not
+        self.kept: list[Kept] = []
+        self.batch = 1
+
+    def continued_by(self, step: StepContext) -> bool:
+        """Whether a forward goes on with the same text, or runs it again with more behind it."""
+        last = self.last
+        if last is None or step is last:
+            return True
+        same = step.sequence is not None and step.sequence is last.sequence
+        grows = step.start in (0, last.stop) and step.stop > last.stop
+        return same and grows
+
+    def recording(self) -> Recording:
+        """What is kept so far, joined."""
+        record = Recording(forwards=list(self.forwards))
+        for name, series in self.series.items():
+            record.calls[name] = list(series.calls)
+            record.axes[name] = series.axes
+            value = series.joined(self.forwards)
+            if value is not APART:
+                record.keep(name, value)
+                continue
+            for call, piece in zip(series.calls, series.pieces, strict=True):
+                record.keep(f"{name}:{call.number}", piece)
+        if self.kept:
+            record.columns = torch.cat([each.columns for each in self.kept])
+            record.attention_mask = torch.cat([self._mask(each) for each in self.kept], 1)
+            ids = [each.tokens[:, each.part] for each in self.kept if each.tokens is not None]
+            if len(ids) == len(self.kept):
+                record.tokens = torch.cat(ids, 1)
+        return record
+
+    def _mask(self, kept: Kept) -> Int[Tensor, "batch kept"]:
+        if kept.mask is not None:
+            return kept.mask[:, kept.part].cpu()
+        return torch.ones(self.batch, len(kept.columns), dtype=torch.long)
+
+
+# --- listening ------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Listens at the points and modules of a spec, and keeps what the spec asks for.
+
+    Args:
+        columns: chooses among the columns of each forward by their place in it, instead of the
+            spec's absolute ones.
+        remove_batch_dim: keep `[0]` of batches of one; ValueError for larger ones.
+        into: only the latest value of each name is kept, here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: CaptureSpec,
+        columns: Slice | None = None,
+        remove_batch_dim: bool = False,
+        into: dict[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.spec = spec
+        self.names = spec.resolve(model)
+        points: dict[str, HookPoint] = model.hook_dict
+        self.modules = {n: model.mod_dict[n] for n in self.names if n not in points}
+        self.axes = {
+            n: Axes(points[n].pos_axis, points[n].unseen) for n in self.names if n in points
+        }
+        self.steps = Steps(spec.steps)
+        self.absolute = None if spec.pos_slice is None else Columns(spec.pos_slice)
+        self.relative = columns
+        self.remove_batch_dim = remove_batch_dim
+        self.into = into
+        self.runs: list[Run] = []
+        self.version = 0  # how much was seen: readers look whether there is more
+        self.counts: dict[str, int] = {}  # visits of each name, kept or not
+        self._step: StepContext | None = None
+        self._part: slice | list[int] | None = slice(None)  # of this forward; None: nothing
+        self._copies: bool | None = None  # whether to copy what is kept; None: not looked yet
+        self._pending: set[torch.device] = set()  # accelerators whose copies may not have arrived
+        self._sizes: list[Size] | None = None  # of what it would keep, when there is a limit
+
+    @property
+    def run(self) -> Run:
+        """The one that is going on."""
+        if not self.runs:
+            self.runs.append(Run())
+        return self.runs[-1]
+
+    @contextmanager
+    def listening(self, **ending: bool) -> Iterator["Recorder"]:
+        """Attached to the model's points and modules while the block lasts."""
+        if self.spec.max_bytes is not None:
+            self._sizes = measured_sizes(self.model, self.spec)
+        with ExitStack() as stack:
+            stack.enter_context(self.model.attached(self.hooks(), **ending))
+            for name, module in self.modules.items():
+                hook = _ModuleHook(self, name)
+                handle = module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield self
+
+    def hooks(self) -> list[Attachment]:
+        """What is to be attached where, for the points among the names."""
+        forward = [Attachment(name, self.activation, "fwd") for name in self.axes]
+        backward = [Attachment(name, self.gradient, "bwd") for name in self.axes]
+        return forward + backward if self.spec.incl_bwd else forward
+
+    # -- what the hooks do --
+
+    def activation(self, tensor: Tensor, hook: HookPoint) -> None:
+        """The forward hook."""
+        self._see()
+        name = hook.name or ""
+        self._keep(name, tensor, self.axes[name])
+
+    def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
+        """The backward hook."""
+        name = hook.name or ""
+        self._keep(name + "_grad", tensor, self.axes[name])
+
+    def of_module(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """The forward hook of a module."""
+        self._see()
+        axes = Axes(MODULE_POS_AXIS)
+        if self.spec.outputs:
+            self._keep(name, output, axes)
+        if self.spec.inputs:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            self._keep(name + INPUT, first, axes)
+            self._keep(name + ARGUMENTS, (args, kwargs), Axes(None))
+
+    def _see(self) -> None:
+        """Note the forward that is running, when it is a new one."""
+        step = current_step()
+        if step is self._step and step is not None:
+            return
+        self._step = step
+        self._copies = None
+        if step is None or self.into is not None:
+            return  # a model that does not say where it is, or a reader that does not ask
+        if not self.runs or not self.run.continued_by(step):
+            self.runs.append(Run())
+        self._begin(self.run, step)
+
+    def _begin(self, run: Run, step: StepContext) -> None:
+        self.version += 1
+        if step.batch is not None:
+            run.batch = step.batch
+        self._check_budget(run, step)
+        again = run.last is not None and step.start < run.last.stop  # the whole text once more
+        start = run.last.stop if again and run.last is not None else step.start
+        run.last = step
+        part = self._part = self._chosen(step, start)
+        first = run.forwards[-1].last if run.forwards else 0
+        n_columns, last = step.stop - step.start, first
+        if part is not None:
+            last += len(range(n_columns)[part]) if isinstance(part, slice) else len(part)
+            mask = step.real
+            if mask is None and step.attention_mask is not None:
+                mask = step.attention_mask[:, step.start :]
+            run.kept.append(Kept(step.start, part, n_columns, step.tokens, mask))
+        run.forwards.append(Forward(step.step, step.phase, step.start, step.stop, first, last))
+
+    def _check_budget(self, run: Run, step: StepContext) -> None:
+        if self._sizes is None:
+            return
+        needed = bytes_of(self.spec, self._sizes, run.batch, step.expected_stop or step.stop)
+        if needed > (self.spec.max_bytes or 0):
+            raise ValueError(
+                f"this would keep {needed} bytes, more than max_bytes={self.spec.max_bytes}; "
+                "choose fewer names, layers, steps or columns, or a smaller dtype"
+            )
+
+    def _chosen(self, step: StepContext, start: int) -> slice | list[int] | None:
+        """The places, in this forward, of the columns to keep; None: there are none."""
+        if step not in self.steps:
+            return None
+        if self.relative is not None:
+            chosen = self.relative.apply(torch.arange(step.stop - step.start))
+            return chosen.tolist() if chosen.numel() else None
+        behind = start - step.start
+        if self.absolute is None:
+            return slice(behind, None) if behind else slice(None)
+        here = self.absolute.within(start, step.stop)
+        if here is None or not behind:
+            return here
+        if isinstance(here, slice):
+            return slice(here.start + behind, here.stop + behind, here.step)
+        return [place + behind for place in here]
+
+    # -- keeping --
+
+    def _keep(self, name: str, value: Any, axes: Axes) -> None:
+        number = self.counts[name] = self.counts.get(name, 0) + 1
+        self.version += 1
+        if self.into is not None or self._step is None:
+            self._keep_latest(name, number, value, axes)
+            return
+        if self._part is None:
+            return
+        run = self.run
+        axes = self._axes_of(value, axes)
+        series = run.series.get(name)
+        if series is None:
+            series = run.series[name] = Series(axes)
+        call = Call(number, len(run.forwards) - 1)
+        if series.axes != axes or (series.calls and series.calls[-1].forward == call.forward):
+            series.axes = axes
+            series.spill()
+        if not isinstance(value, Tensor):
+            series.add(call, self._kept_inside(value))
+            return
+        chosen = self._of_chosen_columns(name, value, axes)
+        if self._buffered(series, chosen):
+            series.write(call, chosen.detach(), self.spec.non_blocking)
+            if chosen.device.type != "cpu":
+                self._pending.add(chosen.device)
+        else:
+            series.add(call, self._kept(chosen, value))
+
+    def _keep_latest(self, name: str, number: int, value: Any, axes: Axes) -> None:
+        """Keep a value in the place of those before it."""
+        if isinstance(value, Tensor):
+            kept = self._kept(self._of_chosen_columns(name, value, axes), value)
+        else:
+            kept = self._kept_inside(value)
+        if self.into is not None:
+            self.into[name] = kept
+            return
+        series = self.run.series[name] = Series(axes)
+        series.add(Call(number, 0), kept)
+
+    def _axes_of(self, value: Any, axes: Axes) -> Axes:
+        """Without positions where the value has no axis as long as this forward."""
+        step = self._step
+        if axes.pos is None or step is None:
+            return axes
+        fits = (
+            isinstance(value, Tensor)
+            and value.ndim > axes.pos
+            and value.shape[axes.pos] == step.stop - step.start
+        )
+        return axes if fits else Axes(None)
+
+    def _of_chosen_columns(self, name: str, value: Tensor, axes: Axes) -> Tensor:
+        if axes.pos is None:
+            return value
+        if self._step is None or self.into is not None:
+            value = value if self.relative is None else self.relative.apply(value, dim=axes.pos)
+        elif self._part != slice(None):
+            value = value[(slice(None),) * axes.pos + (self._part,)]
+        if not self.remove_batch_dim:
+            return value
+        if value.shape[0] != 1:
+            raise ValueError(f"remove_batch_dim needs a batch of 1, {name} has {value.shape[0]}")
+        return value[0]
+
+    def _buffered(self, series: Series, value: Tensor) -> bool:
+        """Whether the value goes into a buffer: where it is known how long the text will be."""
+        if series.buffer is not None or series.pieces:
+            return series.buffer is not None
+        step, pos = self._step, series.axes.pos
+        if step is None or step.expected_stop is None or pos is None:
+            return False
+        if not self.spec.detach or self.remove_batch_dim or not self.steps.go_on:
+            return False
+        room = step.expected_stop - step.start
+        if self.absolute is not None:
+            room = self.absolute.count(step.start, step.expected_stop)
+        if room <= value.shape[pos]:  # nothing comes after this
+            return False
+        series.make_buffer(value, room, step.expected_stop, self.spec.device, self.spec.dtype)
+        return True
+
+    def _kept(self, chosen: Tensor, value: Tensor) -> Tensor:
+        kept = chosen.detach() if self.spec.detach else chosen
+        if self.spec.device is not None:
+            if kept.device.type != "cpu":
+                self._pending.add(kept.device)
+            kept = kept.to(self.spec.device, non_blocking=self.spec.non_blocking)
+        if self.spec.dtype is not None and kept.is_floating_point():
+            kept = kept.to(self.spec.dtype)
+        is_part = kept.numel() < value.numel()  # and would keep the whole alive
+        if self.spec.clone is False or not (is_part or self._copies_all()):
+            return kept
+        shared = kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        return kept.clone() if shared else kept
+
+    def _copies_all(self) -> bool:
+        if self._copies is None:
+            self._copies = self.spec.clone is True or self.model.edits_are_live()
+        return self._copies
+
+    def _kept_inside(self, value: Any) -> Any:
+        """Arguments: tensors as they are kept, plain data, and the names of all other things, which
+        would go on changing."""
+        if isinstance(value, Tensor):
+            return self._kept(value, value)
+        if isinstance(value, tuple | list):
+            return type(value)(self._kept_inside(each) for each in value)
+        if isinstance(value, Mapping):
+            return {key: self._kept_inside(each) for key, each in value.items()}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return NotKept(type(value).__name__)
+
+    # -- afterwards --
+
+    def part_from(self, output: Any) -> None:
+        """Copy what shares memory with an output, which its owner is free to edit."""
+        if self.spec.clone is False or not self.runs:
+            return
+        outputs = output if isinstance(output, tuple) else (output,)
+        given_away = {
+            tensor.untyped_storage().data_ptr() for tensor in outputs if isinstance(tensor, Tensor)
+        }
+        for series in self.run.series.values():
+            if series.buffer is not None or not series.pieces:
+                continue
+            piece = series.pieces[-1]  # those of earlier forwards have parted from their outputs
+            if isinstance(piece, Tensor) and piece.untyped_storage().data_ptr() in given_away:
+                series.pieces[-1] = piece.clone()
+
+    def arrived(self) -> None:
+        """Wait for copies that are on their way."""
+        for device in self._pending:
+            torch.accelerator.synchronize(device)
+        self._pending.clear()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was kept of the latest run, by name."""
+        self.arrived()
+        return self.run.recording().values if self.into is None else self.into
+
+
+class NotKept(str):
+    """Stands in kept arguments for an object that would go on changing: its type's name."""
+
+    def __repr__(self) -> str:
+        return f"<{self}, not kept>"
+
+
+class _ModuleHook:
+    """What a recorder registers at a module."""
+
+    is_listener = True  # it changes nothing: see HookedRootModule.edits_are_live
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder = recorder
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.recorder.of_module(self.name, args, kwargs, output)
+
+
+class PartsFromOutput:
+    """What a recorder registers at the model itself."""
+
+    is_listener = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.recorder.part_from(output)
+
+
+# they only look: see LensHandle
+Recorder.activation.is_listener = True  # type: ignore[attr-defined]
+Recorder.gradient.is_listener = True  # type: ignore[attr-defined]
+
+
+# --- how much it would be -------------------------------------------------------------------------
+
+
+MEASURED_ON = 2  # columns
+
+
+class Size(NamedTuple):
+    """Bytes of one value over `MEASURED_ON` columns, and which axes grow with the text."""
+
+    nbytes: int
+    axes: Axes
+
+
+def measured_sizes(model: Any, spec: CaptureSpec) -> list[Size]:
+    """What a spec would keep of each name, by a forward over so few columns; hooks of others do not
+    see it."""
+    every = CaptureSpec(spec.names, spec.layers, spec.inputs, spec.outputs)
+    with model.hooks_set_aside(), torch.no_grad():
+        recorder = Recorder(model, every)
+        with recorder.listening():
+            model(torch.zeros(1, MEASURED_ON, dtype=torch.long, device=model.W_E.device))
+    sizes = []
+    for series in recorder.run.series.values():
+        for value in tensors_in(series.pieces):
+            converted = spec.dtype is not None and value.is_floating_point()
+            itemsize = spec.dtype.itemsize if converted and spec.dtype else value.element_size()
+            sizes.append(Size(value.numel() * itemsize, series.axes))
+    return sizes
+
+
+def bytes_of(spec: CaptureSpec, sizes: list[Size], batch: int, pos: int) -> int:
+    """What values of these sizes come to for `batch` texts of `pos` columns."""
+    kept = pos if spec.pos_slice is None else Columns(spec.pos_slice).count(0, pos)
+    total = 0.0
+    for size in sizes:
+        columns = pos if size.axes.pos is None else kept
+        keys = 1.0 if size.axes.unseen is None else pos / MEASURED_ON
+        total += size.nbytes * batch * columns / MEASURED_ON * keys
+    return round(total)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
