@@ -824,8 +824,9 @@ def test_the_public_methods_take_the_same_arguments() -> None:
 
     names = set(inspect.signature(HookedTransformer.generate).parameters)
     inner = set(inspect.signature(generate_module.start_generation).parameters)
-    assert names - inner == {"self", "return_type", "output_logits"}
-    assert inner - names == {"model"}
+    inner |= set(generate_module.SAMPLING_ARGUMENTS)
+    assert names - inner == {"self", "return_type", "output_logits", "output_scores"}
+    assert inner - names == {"model", "sampling"}
 
 
 def test_tokenizers_without_special_tokens_still_generate() -> None:

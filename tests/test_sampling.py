@@ -5,18 +5,28 @@ import math
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from transformer_lens_lite.sampling import (
+    Sampling,
+    ban_repeated_ngrams,
+    ban_words,
     check_sampling,
     draw,
     keep_min_p,
@@ -49,6 +59,9 @@ def hf_probs(logits: Tensor, **kwargs: Any) -> Tensor:
         "top_k": TopKLogitsWarper,
         "top_p": TopPLogitsWarper,
         "min_p": MinPLogitsWarper,
+        "typical_p": TypicalLogitsWarper,
+        "epsilon_cutoff": EpsilonLogitsWarper,
+        "eta_cutoff": EtaLogitsWarper,
     }
     chain = LogitsProcessorList(made[n](kwargs[n]) for n in made if kwargs.get(n) is not None)
     return chain(NO_IDS, logits).softmax(-1)
@@ -71,6 +84,121 @@ def test_report_60_one_step_distribution_is_hugging_faces(
     ours = warp_logits(logits, **given).softmax(-1)
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.7])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"typical_p": p} for p in (0.01, 0.3, 0.7, 0.99)),
+        *({"epsilon_cutoff": p} for p in (1e-4, 0.02, 0.1, 0.9)),
+        *({"eta_cutoff": p} for p in (1e-4, 0.02, 0.3, 0.9)),
+        {"typical_p": 0.6, "epsilon_cutoff": 0.03, "eta_cutoff": 0.2},
+    ],
+    ids=str,
+)
+def test_the_rarer_filters_are_hugging_faces(
+    given: dict[str, float], temperature: float, top_p: float | None
+) -> None:
+    given = {"temperature": temperature, "top_p": top_p, **given}
+    logits = torch.randn(40, D_VOCAB) * torch.linspace(0.3, 3.0, 40)[:, None]
+    theirs, ours = hf_probs(logits, **given), warp_logits(logits, **given).softmax(-1)
+    plain = warp_logits(logits, temperature=temperature, top_p=top_p).softmax(-1)
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    if top_p is None and temperature == 1.7:  # nothing is cut off yet
+        assert not torch.equal(ours > 0, plain > 0)
+
+
+def test_the_rarer_filters_keep_everything_at_their_ends() -> None:
+    logits = torch.randn(3, D_VOCAB)
+    for given in ({"typical_p": 1.0}, {"epsilon_cutoff": 0.0}, {"eta_cutoff": 0}):
+        assert torch.equal(warp_logits(logits, **given), logits)
+
+
+EVERYTHING: dict[str, Any] = {
+    "repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 7], [9]],
+    "min_new_tokens": 30, "suppress_tokens": [11, 12], "temperature": 1.8, "top_k": 30,
+    "top_p": 0.93, "min_p": 0.04, "typical_p": 0.9, "epsilon_cutoff": 0.012, "eta_cutoff": 0.13,
+}  # fmt: skip
+OWN_FORM: dict[str, Any] = {"bad_words_ids": ((3,), (5, 7)), "suppress_tokens": (11, 12)}
+
+
+def halved(tokens: Tensor, logits: Tensor) -> Tensor:
+    """A processor for which it matters what comes before it, and after."""
+    return torch.where(logits > 1.0, logits / 2, logits)
+
+
+@pytest.mark.parametrize("left_out", [(), *((name,) for name in EVERYTHING)], ids=str)
+def test_all_at_once_are_what_hugging_face_itself_would_build(left_out: tuple[str, ...]) -> None:
+    """Its own method puts the processors in order; leaving one out moves all the others up."""
+    hf = tiny.build("gpt2")
+    given = {name: value for name, value in EVERYTHING.items() if name not in left_out}
+    if "top_k" in left_out:
+        given["top_k"] = 0
+    config = GenerationConfig(do_sample=True, eos_token_id=[9], pad_token_id=0, **given)
+    hf._prepare_special_tokens(config, device="cpu")
+    theirs = hf._get_logits_processor(config, input_ids_seq_length=8, logits_processor=[halved])
+    assert len(theirs) >= 11
+    ours = {n: OWN_FORM.get(n, value) for n, value in given.items() if value}
+    sampling = Sampling(**ours, logits_processor=(halved,), eos_ids=(9,))
+    tokens = torch.randint(D_VOCAB, (200, 20))
+    tokens[:, -1] = 5  # as the bad word begins
+    logits = 2.0 * torch.randn(200, D_VOCAB)
+    expected = theirs(tokens, logits.clone()).softmax(-1)
+    got = sampling.warped(sampling.processed(logits, tokens, n_new=12)).softmax(-1)
+    same = ((got > 0) == (expected > 0)).all(1)
+    assert same.float().mean() > 0.98  # a probability may lie on a threshold, within rounding
+    torch.testing.assert_close(got[same], expected[same], atol=1e-5, rtol=0)
+
+
+def test_min_new_tokens_ends_when_there_are_enough() -> None:
+    sampling = Sampling(min_new_tokens=3, eos_ids=(4, 6))
+    logits, tokens = torch.zeros(1, 8), torch.zeros(1, 5, dtype=torch.long)
+    early, late = (sampling.processed(logits, tokens, n_new=n) for n in (2, 3))
+    assert early[0].isinf().nonzero().flatten().tolist() == [4, 6]
+    assert not late.isinf().any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_repeated_ngrams_are_banned_as_in_hugging_face(size: int) -> None:
+    tokens = torch.randint(4, (30, 25))
+    logits = torch.randn(30, 6)
+    ours = ban_repeated_ngrams(logits, tokens, size)
+    assert torch.equal(ours, NoRepeatNGramLogitsProcessor(size)(tokens, logits))
+    assert ours.isinf().any()
+    assert not ours.isinf()[:, 4:].any()
+    assert torch.equal(ban_repeated_ngrams(logits, tokens[:, : size - 1], size), logits)
+
+
+def test_bad_words_are_banned_as_in_hugging_face() -> None:
+    words = [[1], [2, 3], [0, 3], [3, 2, 1], [1, 1, 1], [0] * 40]
+    tokens, logits = torch.randint(4, (60, 5)), torch.randn(60, 6)
+    theirs = NoBadWordsLogitsProcessor(words)(tokens, logits)
+    ours = ban_words(logits, tokens, tuple(map(tuple, words)))
+    assert torch.equal(ours, theirs)
+    assert ours.isinf().sum() > 75  # 60 would be the first word alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_padding_is_neither_a_repeated_ngram_nor_part_of_a_bad_word(size: int) -> None:
+    words = ((0, 1), (0, 0, 2), (1, 0, 3))
+    logits = torch.randn(1, 5)
+    for length in range(1, 6):
+        row = torch.randint(2, (1, length))
+        padded = torch.cat((torch.zeros(1, 7, dtype=torch.long), row), 1)
+        mask = torch.cat((torch.zeros(1, 7, dtype=torch.long), torch.ones_like(row)), 1)
+        for ban, what in ((ban_repeated_ngrams, size), (ban_words, words)):
+            assert torch.equal(ban(logits, padded, what, mask), ban(logits, row, what))
+
+
+def test_nothing_left_to_draw_is_an_error() -> None:
+    sampling = Sampling(suppress_tokens=tuple(range(D_VOCAB)))
+    for do_sample in (True, False):
+        greedy = Sampling(do_sample=do_sample, suppress_tokens=sampling.suppress_tokens)
+        with pytest.raises(ValueError, match=r"all -inf in batch row\(s\) \[0, 1\]"):
+            greedy.next_tokens(random_logits(2), torch.zeros(2, 1, dtype=torch.long))
 
 
 def test_report_60_temperature_comes_before_the_filters() -> None:
@@ -196,22 +324,27 @@ def test_penalties_need_tokens() -> None:
         ("min_p", [-0.1, 1.01, math.nan]),
         ("temperature", [-1.0, math.nan, math.inf]),
         ("freq_penalty", [math.nan, math.inf]),
-        ("repetition_penalty", [0.0, -1.0, math.nan, math.inf]),
+        ("repetition_penalty", [0.0, -1.0, math.nan, math.inf, None]),
+        ("typical_p", [0.0, 1.01, math.nan, True]),
+        ("epsilon_cutoff", [-0.1, 1.0, math.nan]),
+        ("eta_cutoff", [-0.1, 1.0, math.nan]),
+        ("no_repeat_ngram_size", [-1, 1.5, True]),
+        ("min_new_tokens", [-1, 1.5, True]),
     ],
 )
 def test_arguments_out_of_range_are_named(name: str, values: list[Any]) -> None:
     for value in values:
-        # Past beartype, which checks the kinds of arguments only in tests
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            getattr(check_sampling, "__wrapped__", check_sampling)(**{name: value})
+            check_sampling({name: value})
     out_of_range = values[0]
     with pytest.raises(ValueError, match=f"^{name} must be"):
-        sample_logits(random_logits(), do_sample=False, **{name: out_of_range})
+        Sampling(do_sample=False, **{name: out_of_range})
 
 
 def test_arguments_in_range_are_accepted() -> None:
-    check_sampling(1, 1.0, 0.0, -2.0, 0.5, 0.0)
-    check_sampling(top_k=10**9, top_p=1e-12, temperature=100.0, min_p=1.0)
+    low = {"top_k": 1, "top_p": 1e-12, "temperature": 0.0, "freq_penalty": -2.0, "min_p": 0.0}
+    check_sampling({**low, "repetition_penalty": 0.5, "eta_cutoff": 0.0, "typical_p": None})
+    check_sampling({"top_k": 10**9, "top_p": 1.0, "temperature": 100, "min_p": 1, "typical_p": 1})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,233 +1,186 @@
-"""Continuing a prompt: prefill, then one token at a time.
+"""Continuing a prompt: from arguments to a generation, and its results.
 
-`Generation` holds what changes between steps and is an iterator over new tokens; `generate` and
+`decoding.Generation` (and `BeamSearch`, which is one) makes the steps; `generate` and
 `generate_stream` are two ways to consume it.
 """
 
+import inspect
+import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from transformer_lens_lite.config import names_the_nearest
+from transformer_lens_lite.beam_search import Beams, BeamSearch
+from transformer_lens_lite.config import closest, names_the_nearest
+from transformer_lens_lite.decoding import Criterion, Ending, Generation
 from transformer_lens_lite.kv_cache import KeyValueCache
-from transformer_lens_lite.sampling import Number, check_sampling, next_tokens
-from transformer_lens_lite.tokens import is_text
+from transformer_lens_lite.sampling import Number, Processor, Sampling, is_count, is_number
+from transformer_lens_lite.streaming import streamed
+from transformer_lens_lite.tokens import is_chat, is_text
 
 RETURN_TYPES = ("input", "str", "tokens", "embeds")
+SAMPLING_ARGUMENTS = tuple(f.name for f in fields(Sampling) if f.name != "eos_ids")
 
 
 @dataclass
 class GenerateOutput:
-    """What `output_logits=True` returns."""
+    """What `output_logits=True` or `output_scores=True` returns."""
 
-    sequences: Tensor  # [batch, pos], as without it
-    logits: tuple[Tensor, ...]  # one [batch, d_vocab_out] per new token, before any warping
-
-
-@dataclass(frozen=True)
-class Ending:
-    """When a row is finished, and what fills it up afterwards."""
-
-    eos_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    pad_id: int
-
-    def reached(
-        self, model: Any, newest: Int[Tensor, " batch"], generated: Int[Tensor, "batch new"]
-    ) -> Bool[Tensor, " batch"]:
-        """Which rows end with their newest token."""
-        ended = torch.zeros_like(newest, dtype=torch.bool)
-        for eos in self.eos_ids:
-            ended |= newest == eos
-        if self.stop_strings:
-            # a token is at least one character, so an occurrence that ends now starts within this
-            # tail
-            tail = max(len(stop.encode()) for stop in self.stop_strings) + 1
-            texts = [text_after_text(model, row) for row in generated[:, -tail:]]
-            found = [any(stop in text for stop in self.stop_strings) for text in texts]
-            ended |= torch.tensor(found, device=newest.device)
-        return ended
-
-
-def text_after_text(model: Any, ids: Int[Tensor, " pos"]) -> str:
-    """What ids add to a text before them: alone, a decoder may drop the space of the first word."""
-    before, both = model.to_string(ids[:1]), model.to_string(torch.cat((ids[:1], ids)))
-    return both[len(before) :] if both.startswith(before) else model.to_string(ids)
-
-
-class Generation:
-    """One generation in progress. Iterating yields new tokens, [batch] at a time, until all rows
-    end.
-
-    The prompt is ids or embeddings; `cache` is None when every step runs the whole sequence anew.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        prompt: Tensor,
-        mask: Int[Tensor, "batch key_pos"] | None,
-        cache: KeyValueCache | None,
-        max_new_tokens: int,
-        ending: Ending,
-        sampling: dict[str, Any],
-        own_cache: bool,
-    ) -> None:
-        self.model = model
-        self.prompt = prompt
-        self.mask = mask
-        self.cache = cache
-        self.max_new_tokens = max_new_tokens
-        self.ending = ending
-        self.sampling = sampling
-        self.logits: Float[Tensor, "batch d_vocab_out"] | None = None  # of the latest step
-        self.can_end = bool(ending.eos_ids or ending.stop_strings)
-        # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets
-        # one
-        keeps_to_itself = own_cache and not model.is_listened()
-        self.mode = torch.inference_mode if keeps_to_itself else torch.no_grad
-        batch = prompt.shape[0]
-        self.finished = torch.zeros(batch, dtype=torch.bool, device=prompt.device)
-        self._buffer = torch.empty(batch, max_new_tokens, dtype=torch.long, device=prompt.device)
-        self._n_new = 0
-
-    @property
-    def generated(self) -> Int[Tensor, "batch new"]:
-        """The new tokens so far."""
-        return self._buffer[:, : self._n_new]
-
-    def __iter__(self) -> Iterator[Int[Tensor, " batch"]]:
-        while not self.ended():
-            with self.mode():
-                self.step()
-            yield self._buffer[:, self._n_new - 1]
-
-    def ended(self) -> bool:
-        """Whether there is nothing left to do."""
-        full = self._n_new >= self.max_new_tokens
-        return full or (self.can_end and bool(self.finished.all()))
-
-    def step(self) -> None:
-        """One more token for every row. To be called in the mode `mode`."""
-        self.logits = self._next_logits()
-        self._append(self._picked(self.logits))
-
-    def _next_logits(self) -> Float[Tensor, "batch d_vocab_out"]:
-        """Logits for the next position: of the prompt first, of the newest token from then on."""
-        if self.cache is not None and self._n_new:
-            newest = self._buffer[:, self._n_new - 1 : self._n_new]
-            return self.model.next_logits(newest, past_kv_cache=self.cache)
-        return self.model.next_logits(
-            self._whole_input(), attention_mask=self._whole_mask(), past_kv_cache=self.cache
-        )
-
-    def _whole_input(self) -> Tensor:
-        if self.prompt.is_floating_point():
-            new = self.model.embed(self.generated) if self._n_new else self.prompt[:, :0]
-            return torch.cat((self.prompt, new), 1)
-        return torch.cat((self.prompt, self.generated), 1)
-
-    def _whole_mask(self) -> Int[Tensor, "batch key_pos"] | None:
-        if self.mask is None:
-            return None
-        return torch.cat((self.mask, torch.ones_like(self.generated)), 1)
-
-    def _picked(self, logits: Float[Tensor, "batch d_vocab_out"]) -> Int[Tensor, " batch"]:
-        """The next token of each row; rows that have ended get padding."""
-        tokens = next_tokens(logits, **self.sampling, **self._seen())
-        return tokens.masked_fill(self.finished, self.ending.pad_id) if self.can_end else tokens
-
-    def _append(self, tokens: Int[Tensor, " batch"]) -> None:
-        self._buffer[:, self._n_new] = tokens
-        self._n_new += 1
-        if self.can_end:
-            self.finished = self.finished | self.ending.reached(self.model, tokens, self.generated)
-
-    def _seen(self) -> dict[str, Any]:
-        """What the penalties count: prompt and new tokens, padding excepted."""
-        penalised = (
-            self.sampling["freq_penalty"] != 0.0 or self.sampling["repetition_penalty"] != 1.0
-        )
-        if not penalised:
-            return {}
-        mask = self._whole_mask()
-        tokens = self._whole_input()
-        return {"tokens": tokens, "mask": None if mask is None else mask[:, -tokens.shape[1] :]}
+    sequences: Any  # as without it: [batch, pos], texts or embeddings
+    logits: tuple[Tensor, ...] = ()  # one [batch, d_vocab_out] per new token, before any warping
+    sequences_scores: Tensor | None = None  # of a beam search, [batch]
 
 
 # --- from arguments to a generation ---------------------------------------------------------------
 
 
-@names_the_nearest
 def start_generation(
     model: Any,
     input: Any,
     *,
-    max_new_tokens: int = 10,
+    max_new_tokens: Any = 10,  # Any: its kind, too, is checked here
     stop_at_eos: bool = True,
-    eos_token_id: int | Sequence[int] | None = None,
-    do_sample: bool = True,
-    top_k: int | None = None,
-    top_p: Number | None = None,
-    temperature: Number = 1.0,
-    freq_penalty: Number = 0.0,
+    eos_token_id: Any = None,
     use_past_kv_cache: bool = True,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,  # accepted as classic callers pass it; prompts are padded left
     past_kv_cache: KeyValueCache | None = None,
     attention_mask: Int[Tensor, "batch key_pos"] | None = None,
-    min_p: Number | None = None,
-    repetition_penalty: Number = 1.0,
-    stop: str | Sequence[str] | None = None,
-    pad_token_id: int | None = None,
-    generator: torch.Generator | None = None,
+    stop: Any = None,
+    stopping_criteria: Any = None,
+    pad_token_id: Any = None,
+    n: Any = 1,
+    num_return_sequences: Any = None,
+    num_beams: Any = 1,
+    length_penalty: Any = 1.0,
+    early_stopping: Any = False,
     verbose: bool | None = None,
+    **sampling: Any,
 ) -> Generation:
     """Check every argument before anything is run, and set the generation up."""
+    check_names(sampling)
     if not model.is_causal:
         raise ValueError(
             "generation with attention_dir='bidirectional': such a model says what stands at a "
             "place from both sides of it, not what comes next"
         )
-    if (
-        isinstance(max_new_tokens, bool)
-        or not isinstance(max_new_tokens, int)
-        or max_new_tokens < 0
-    ):
+    if not is_count(max_new_tokens, 0):
         raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
-    warping: dict[str, Any] = {
-        "top_k": top_k,
-        "top_p": top_p,
-        "temperature": temperature,
-        "freq_penalty": freq_penalty,
-        "repetition_penalty": repetition_penalty,
-        "min_p": min_p,
-    }
-    check_sampling(**warping)
-    sampling = {**warping, "do_sample": do_sample, "generator": generator}
+    beams = checked_beams(n, num_return_sequences, num_beams, length_penalty, early_stopping)
+    ending = ending_of(model, stop_at_eos, eos_token_id, stop, pad_token_id, stopping_criteria)
+    chosen_by = sampling_of(model, sampling, ending.eos_ids, max_new_tokens)
+    if num_beams > 1 and not chosen_by.is_greedy:
+        raise ValueError(f"num_beams={num_beams} searches and does not draw: pass do_sample=False")
     prompt, mask = prompt_and_mask(model, input, prepend_bos, attention_mask, past_kv_cache)
-    if prompt.is_floating_point() and (freq_penalty != 0.0 or repetition_penalty != 1.0):
-        raise ValueError(
-            "freq_penalty and repetition_penalty count tokens; the prompt is embeddings"
-        )
-    if past_kv_cache is not None and not use_past_kv_cache:
-        raise ValueError("past_kv_cache was given together with use_past_kv_cache=False")
-    batch, length = prompt.shape[:2]
-    if length == 0:
-        raise ValueError("the prompt is empty; generation needs at least one token to start from")
+    check_prompt(prompt, chosen_by)
+    copies = num_beams if num_beams > 1 else beams.n
+    check_cache(past_kv_cache, use_past_kv_cache, copies)
     check_fits(model, prompt, mask, max_new_tokens, past_kv_cache)
-    ending = ending_of(model, stop_at_eos, eos_token_id, stop, pad_token_id)
-    room = length + max_new_tokens
     cache = None
     if use_past_kv_cache:
-        cache = continued_cache(model, past_kv_cache, batch, room, prompt.device)
-    own_cache = cache is None or cache is not past_kv_cache
-    return Generation(model, prompt, mask, cache, max_new_tokens, ending, sampling, own_cache)
+        # where copies share the prompt, each has its own room behind it
+        room = prompt.shape[1] + (max_new_tokens if copies == 1 else 0)
+        cache = continued_cache(model, past_kv_cache, prompt.shape[0], room, prompt.device)
+    parts: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "mask": mask,
+        "cache": cache,
+        "max_new_tokens": max_new_tokens,
+        "ending": ending,
+        "sampling": chosen_by,
+        "own_cache": cache is None or cache is not past_kv_cache,
+    }
+    return BeamSearch(beams, **parts) if num_beams > 1 else Generation(**parts, copies=copies)
+
+
+NAMED_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(start_generation).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def check_names(sampling: dict[str, Any]) -> None:
+    """TypeError for an argument that nobody knows, with the nearest known one."""
+    known = [*NAMED_ARGUMENTS, *SAMPLING_ARGUMENTS]
+    for name in sampling:
+        if name not in SAMPLING_ARGUMENTS:
+            raise TypeError(f"generate() has no argument {name!r}.{closest(name, known)}")
+
+
+def checked_beams(
+    n: Any,
+    num_return_sequences: Any,
+    num_beams: Any,
+    length_penalty: Any,
+    early_stopping: Any,
+) -> Beams:
+    """How many continuations of each prompt, and how they are searched for."""
+    given = {"n": n, "num_return_sequences": num_return_sequences, "num_beams": num_beams}
+    for name, value in given.items():
+        if not is_count(value) and not (name == "num_return_sequences" and value is None):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if num_return_sequences is not None:
+        if n not in (1, num_return_sequences):
+            raise ValueError(f"n={n} and num_return_sequences={num_return_sequences} are the same")
+        n = num_return_sequences
+    if not is_number(length_penalty) or not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty must be a finite number, got {length_penalty!r}")
+    if early_stopping not in (True, False, "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if num_beams == 1 and (length_penalty != 1.0 or early_stopping):
+        raise ValueError("length_penalty and early_stopping are for beam search: pass num_beams=")
+    if 1 < num_beams < n:
+        raise ValueError(f"n={n} is more than there are beams, num_beams={num_beams}")
+    return Beams(num_beams, length_penalty, early_stopping, n)
+
+
+def sampling_of(
+    model: Any, given: dict[str, Any], eos_ids: tuple[int, ...], max_new_tokens: int
+) -> Sampling:
+    """The sampling arguments, checked, with ids and processors as tuples."""
+    d_vocab = model.cfg.d_vocab_out
+    words = given.get("bad_words_ids")
+    if words is not None and not is_list_of((list, tuple), words):
+        raise ValueError(f"bad_words_ids must be a list of lists of token ids, got {words!r}")
+    banned = [tuple(ids_of("bad_words_ids", word, d_vocab)) for word in words or ()]
+    if () in banned:
+        raise ValueError("bad_words_ids has an empty word in it")
+    sampling = Sampling(
+        **{
+            **given,
+            # as in Hugging Face, EOS is no word
+            "bad_words_ids": tuple(w for w in banned if w not in [(eos,) for eos in eos_ids]),
+            "suppress_tokens": tuple(
+                ids_of("suppress_tokens", given.get("suppress_tokens"), d_vocab)
+            ),
+            "logits_processor": callables("logits_processor", given.get("logits_processor")),
+            "eos_ids": eos_ids,
+        }
+    )
+    if sampling.min_new_tokens > max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens={sampling.min_new_tokens} is more than max_new_tokens={max_new_tokens}"
+        )
+    return sampling
+
+
+def callables(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
+    """The functions in an argument: none, one or several. TypeError for what cannot be called."""
+    # a list may be callable itself: Hugging Face's LogitsProcessorList
+    several = [] if given is None else given if isinstance(given, (list, tuple)) else [given]
+    for each in several:
+        if not callable(each):
+            raise TypeError(
+                f"{name} must be a function of (tokens, logits), or a list of them, got {each!r}"
+            )
+    return tuple(several)
 
 
 def prompt_and_mask(
@@ -249,8 +202,48 @@ def prompt_and_mask(
                 f"{model.cfg.d_model}]; got {input.dtype} of shape {list(input.shape)}"
             )
         return input, attention_mask
+    if is_chat(input):
+        ids, made = model._text().encode_chats(input, prepend_bos, "left")
+        device = model.embed.W_E.device
+        return ids.to(device), made.to(device) if attention_mask is None else attention_mask
+    if isinstance(input, (list, tuple)) and not is_text(input):
+        raise TypeError(
+            "a list as prompt is one of texts, or of messages; got "
+            + (
+                f"one of {type(input[0]).__name__}: make ids a tensor [batch, pos]"
+                if input
+                else "[]"
+            )
+        )
     side = "left" if is_text(input) else None
     return model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
+
+
+def check_prompt(prompt: Tensor, sampling: Sampling) -> None:
+    """ValueError for a prompt that there is nothing to continue of, or nothing to count in."""
+    batch, length = prompt.shape[:2]
+    if batch == 0:
+        raise ValueError("the batch is empty; generation needs at least one prompt")
+    if length == 0:
+        raise ValueError("the prompt is empty; generation needs at least one token to start from")
+    if prompt.is_floating_point() and sampling.counts_tokens:
+        raise ValueError(
+            "freq_penalty, repetition_penalty and no_repeat_ngram_size count tokens; the prompt is "
+            "embeddings"
+        )
+
+
+def check_cache(cache: KeyValueCache | None, use_past_kv_cache: bool, copies: int) -> None:
+    """ValueError for a cache that is not to be used, or that several copies would grow."""
+    if cache is None:
+        return
+    if not use_past_kv_cache:
+        raise ValueError("past_kv_cache was given together with use_past_kv_cache=False")
+    if copies > 1 and isinstance(cache, KeyValueCache) and not cache.frozen:
+        raise ValueError(
+            f"{copies} continuations of a prompt cannot all be appended to past_kv_cache; "
+            "freeze() it to start each of them from it"
+        )
 
 
 def check_fits(
@@ -277,11 +270,12 @@ def check_fits(
 def ending_of(
     model: Any,
     stop_at_eos: bool,
-    eos_token_id: int | Sequence[int] | None,
-    stop: str | Sequence[str] | None,
-    pad_token_id: int | None,
+    eos_token_id: Any,
+    stop: Any,
+    pad_token_id: Any,
+    stopping_criteria: Any,
 ) -> Ending:
-    """Which tokens and texts end a row; the tokenizer's EOS and pad where none are given."""
+    """What ends a row; the tokenizer's EOS and pad where none are given."""
     if eos_token_id is None:
         eos_token_id = model.text.eos_token_id
     eos_ids = ids_of("eos_token_id", eos_token_id, model.cfg.d_vocab)
@@ -292,19 +286,20 @@ def ending_of(
             "pass stop_at_eos=False"
         )
     given = [stop] if isinstance(stop, str) else stop
-    stops = tuple(() if given is None else given) if is_list_of(str, given) else None
-    if stops is None:
+    if not is_list_of(str, given):
         raise ValueError(f"stop must be a text or a list of texts, got {stop!r}")
+    stops = tuple(given or ())
     if stops and model.tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
     if "" in stops:
         raise ValueError("an empty stop string would stop everywhere")
     ids_of("pad_token_id", pad_token_id, model.cfg.d_vocab)
     pad = next(x for x in (pad_token_id, model.text.pad_token_id, *eos_ids, 0) if x is not None)
-    return Ending(tuple(eos_ids) if stop_at_eos else (), stops, pad)
+    criteria = callables("stopping_criteria", stopping_criteria)
+    return Ending(tuple(eos_ids) if stop_at_eos else (), stops, pad, criteria)
 
 
-def is_list_of(kind: type, values: Any) -> bool:
+def is_list_of(kind: type | tuple[type, ...], values: Any) -> bool:
     """Whether it is None, or a list or tuple of such things."""
     return values is None or (
         isinstance(values, (list, tuple)) and all(isinstance(each, kind) for each in values)
@@ -346,16 +341,20 @@ def continued_cache(
 def generate(
     model: Any,
     input: Any,
-    return_type: str,
+    return_type: str | None,
     verbose: bool | None,
     output_logits: bool,
+    output_scores: bool,
     **arguments: Any,
 ) -> Any:
     """See `GenerationMethods.generate`."""
+    return_type = return_type or "input"
     if return_type not in RETURN_TYPES:
         raise ValueError(f"return_type must be one of {list(RETURN_TYPES)}, got {return_type!r}")
     if return_type == "str" and model.tokenizer is None:
         raise ValueError("return_type='str' needs a tokenizer")
+    if output_scores and arguments["num_beams"] == 1:
+        raise ValueError("output_scores=True is about beam search: pass num_beams=")
     generation = start_generation(model, input, **arguments)
     logits: list[Any] = []
     # the mode is entered once, not at every step: nothing leaves before the end
@@ -368,66 +367,35 @@ def generate(
     for step, each in enumerate(logits):  # ordinary tensors, whatever the mode was
         logits[step] = each.clone()
     result = finished_form(generation, input, return_type)
-    return GenerateOutput(result, tuple(logits)) if output_logits else result
+    if not (output_logits or output_scores):
+        return result
+    scores = generation.sequences_scores.clone() if isinstance(generation, BeamSearch) else None
+    return GenerateOutput(result, tuple(logits), scores)
 
 
 def finished_form(generation: Generation, input: Any, return_type: str) -> Any:
     """Prompt and new tokens as text, ids or embeddings."""
-    model, generated = generation.model, generation.generated
-    from_embeddings = generation.prompt.is_floating_point()
+    model = generation.model
+    prompt, generated = generation.result()
     if return_type == "input":
-        return_type = "str" if is_text(input) else "embeds" if from_embeddings else "tokens"
+        from_text = is_text(input) or is_chat(input)
+        return_type = "str" if from_text else "embeds" if generation.from_embeddings else "tokens"
     if return_type == "embeds":
-        start = generation.prompt if from_embeddings else model.embed(generation.prompt)
+        start = prompt if generation.from_embeddings else model.embed(prompt)
         return torch.cat((start, model.embed(generated)), 1).detach()
-    whole = generated if from_embeddings else torch.cat((generation.prompt, generated), 1)
+    # a copy in either case: an ordinary tensor, whatever the mode was
+    whole = generated.clone() if generation.from_embeddings else torch.cat((prompt, generated), 1)
     if return_type == "tokens":
         return whole
     texts = model.text.to_string(whole, skip_special_tokens=True)
-    single = isinstance(input, str) or (isinstance(input, Tensor) and len(whole) == 1)
-    return texts[0] if single else texts
+    return texts[0] if is_single(input, len(whole)) else texts
 
 
-def streamed(generation: Generation, at_least: int, as_text: bool) -> Iterator[Any]:
-    """Chunks of at least so many tokens; the last one may be shorter."""
-    text = TextChunks(generation.model)
-    form = text if as_text else lambda chunk: chunk
-    pending = [] if generation.prompt.is_floating_point() else [generation.prompt]
-    for tokens in generation:
-        pending.append(tokens[:, None])
-        if sum(part.shape[1] for part in pending) >= at_least:
-            yield form(torch.cat(pending, 1))
-            pending = []
-    if pending:
-        yield form(torch.cat(pending, 1))
-    if any(text.held_back):
-        yield text.rest()
-
-
-class TextChunks:
-    """Chunks of ids as text: what each adds to the text so far, spaces included.
-
-    A character that the next token may complete is held back until it has.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.tokens: Tensor | None = None
-        self.sent: list[str] = []
-        self.held_back: list[str] = []
-
-    def __call__(self, chunk: Int[Tensor, "batch pos"]) -> str | list[str]:
-        self.tokens = chunk if self.tokens is None else torch.cat((self.tokens, chunk), 1)
-        texts = self.model.text.to_string(self.tokens, skip_special_tokens=True)
-        sent = self.sent or [""] * len(texts)
-        self.sent = [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts]
-        self.held_back = [text[len(kept) :] for text, kept in zip(texts, self.sent, strict=True)]
-        new = [text[len(before) :] for text, before in zip(self.sent, sent, strict=True)]
-        return new[0] if len(new) == 1 else new
-
-    def rest(self) -> str | list[str]:
-        """What is still held back at the end."""
-        return self.held_back[0] if len(self.held_back) == 1 else self.held_back
+def is_single(input: Any, rows: int) -> bool:
+    """Whether the text that comes of this input is a str, and not a list of them."""
+    if rows > 1:
+        return False
+    return isinstance(input, (str, Tensor)) or (is_chat(input) and not is_chat(input[0]))
 
 
 def progress(total: int, verbose: bool | None) -> Any:
@@ -468,54 +436,61 @@ class GenerationMethods:
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
         output_logits: bool = False,
+        *,
+        n: int = 1,
+        num_return_sequences: int | None = None,
+        num_beams: int = 1,
+        length_penalty: Number = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        output_scores: bool = False,
+        min_new_tokens: int = 0,
+        typical_p: Number | None = None,
+        epsilon_cutoff: Number | None = None,
+        eta_cutoff: Number | None = None,
+        no_repeat_ngram_size: int = 0,
+        bad_words_ids: Sequence[Sequence[int]] | None = None,
+        suppress_tokens: Sequence[int] | None = None,
+        logits_processor: Processor | Sequence[Processor] | None = None,
+        stopping_criteria: Criterion | Sequence[Criterion] | None = None,
     ) -> str | list[str] | Tensor | GenerateOutput:
         """Continue a prompt.
 
         Args:
             input: a text, several (padded on the left, whatever `padding_side` says), ids
-                [batch, pos], or token embeddings [batch, pos, d_model].
-            max_new_tokens: at most this many; fewer when all rows end.
+                [batch, pos], token embeddings [batch, pos, d_model], or a chat: a list of messages
+                {"role": ..., "content": ...}, or several such lists, for the tokenizer's template.
+            max_new_tokens, min_new_tokens: at most this many, fewer when all rows end, and no EOS
+                among the first so many.
             stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by
                 default), or when its new text contains one of these strings.
-            do_sample, top_k, top_p, min_p, temperature: how a token is drawn, in Hugging Face's
-                order (penalties, temperature, top-k, top-p, min-p); temperature 0 is greedy.
-            freq_penalty, repetition_penalty: against tokens that occurred already.
+            stopping_criteria: functions of (tokens [batch, pos], logits [batch, d_vocab_out]) that
+                say whether to stop: a bool, or one for each row. Hugging Face's fit.
+            do_sample, temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff: how
+                a token is drawn, in Hugging Face's order, which is this; temperature 0 is greedy.
+            repetition_penalty, freq_penalty, no_repeat_ngram_size: against what occurred already.
+            bad_words_ids, suppress_tokens: sequences of ids, and ids, that must not come.
+            logits_processor: functions of (tokens, logits) that return other logits, called after
+                the penalties and before the temperature. Hugging Face's fit.
+            n, num_return_sequences: so many continuations of each prompt, next to each other, that
+                share its keys and values: hooks see a prompt once, and then all its continuations.
+            num_beams, length_penalty, early_stopping: beam search for the `n` best, with
+                do_sample=False; early_stopping is False, True or "never", as in Hugging Face.
             use_past_kv_cache: False runs the whole sequence at every step.
             past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it
                 is and, with one row, serves any batch. Another is appended to, the prompt and all
                 new tokens but the last.
-            return_type: "input" (the kind the input is), "str", "tokens" (prompt and new; only new
-                for embeddings) or "embeds".
+            return_type: "input" (the kind the input is; text for a chat), "str", "tokens" (prompt
+                and new; only new for embeddings) or "embeds".
             verbose: a progress bar: True, False, or None for one in terminals only.
             pad_token_id: what follows the end of a row (default: the tokenizer's pad, or EOS).
             generator: source of randomness; a row's tokens do not depend on when other rows end.
-            output_logits: return a `GenerateOutput` with the logits of every step.
-        Raises: ValueError for arguments that mean nothing together, before anything is run.
+            output_logits, output_scores: return a `GenerateOutput` with the logits of every step,
+                and the scores a beam search gave its sequences.
+        Raises: ValueError (or TypeError, for things of the wrong kind) for arguments that mean
+            nothing, alone or together, before anything is run.
         """
-        return generate(
-            self,
-            input,
-            return_type or "input",
-            verbose,
-            output_logits,
-            max_new_tokens=max_new_tokens,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            use_past_kv_cache=use_past_kv_cache,
-            prepend_bos=prepend_bos,
-            past_kv_cache=past_kv_cache,
-            attention_mask=attention_mask,
-            stop=stop,
-            pad_token_id=pad_token_id,
-            do_sample=do_sample,
-            top_k=top_k,
-            top_p=top_p,
-            temperature=temperature,
-            freq_penalty=freq_penalty,
-            repetition_penalty=repetition_penalty,
-            min_p=min_p,
-            generator=generator,
-        )
+        arguments = dict(locals())  # all of them, as they were given
+        return generate(arguments.pop("self"), **arguments)
 
     def generate_stream(
         self,
@@ -532,11 +507,14 @@ class GenerationMethods:
         chunks are what `generate` returns. Arguments are checked at the call, before the first
         chunk is asked for.
         """
-        if max_tokens_per_yield < 1:
+        if not is_count(max_tokens_per_yield):
             raise ValueError(f"max_tokens_per_yield must be at least 1, got {max_tokens_per_yield}")
         if return_type not in ("tokens", "str", "input", None):
             raise ValueError(f"return_type must be 'tokens' or 'str', got {return_type!r}")
         if return_type == "str" and self.tokenizer is None:
             raise ValueError("return_type='str' needs a tokenizer")
+        if arguments.get("num_beams", 1) != 1:
+            raise ValueError("a beam search knows its tokens at the end only: use generate")
         generation = start_generation(self, input, max_new_tokens=max_new_tokens, **arguments)
-        return streamed(generation, max_tokens_per_yield, return_type == "str")
+        single = is_single(input, len(generation.tokens))
+        return streamed(generation, max_tokens_per_yield, return_type == "str", single)

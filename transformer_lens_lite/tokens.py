@@ -7,7 +7,7 @@ the tokenizer that no longer adds BOS by itself, so a text starts with exactly o
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,30 @@ def is_text(input: object) -> bool:
     return isinstance(input, str) or (
         isinstance(input, (list, tuple)) and any(isinstance(entry, str) for entry in input)
     )
+
+
+def is_chat(input: object) -> bool:
+    """Whether an input is a list of messages, or a list with such a list in it."""
+    return isinstance(input, (list, tuple)) and any(
+        isinstance(entry, Mapping) or is_chat(entry) for entry in input
+    )
+
+
+def as_chats(input: Sequence[Any]) -> list[Sequence[Any]]:
+    """A list of chats from one chat, a list of messages, or several.
+
+    Raises ValueError unless every message is a dict with a "role" and a "content".
+    """
+    chats = list(input) if any(is_chat(entry) for entry in input) else [input]
+    for i, chat in enumerate(chats):
+        if not isinstance(chat, (list, tuple)) or not chat:
+            raise ValueError(f"chat {i} must be a list of messages, got {chat!r}")
+        for message in chat:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f'a message must be a dict with "role" and "content", got {message!r}'
+                )
+    return chats
 
 
 def _plain(tokens: Any) -> Any:
@@ -359,6 +383,50 @@ class Tokens:
         if truncate:
             rows = [self._cut(row) for row in rows]
         return self._pad(rows, self.side(padding_side))
+
+    def encode_chats(
+        self,
+        input: Sequence[Any],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
+        """Token ids and mask of a chat, a list of messages, or of several, up to where the
+        assistant's next message begins.
+
+        The chat template says everything, BOS included; `prepend_bos=True` adds one only where the
+        template has none. Raises ValueError for what is no chat, and for a tokenizer without a
+        chat template.
+        """
+        tokenizer, chats = self._needed(), as_chats(input)
+        if not tokenizer.chat_template:
+            name = tokenizer.name_or_path or type(tokenizer).__name__
+            raise ValueError(
+                f"messages need a chat template and the tokenizer {name!r} has none: set "
+                "model.tokenizer.chat_template, or pass a text"
+            )
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        texts = [tokenizer.apply_chat_template(list(chat), **how) for chat in chats]
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        if prepend_bos and self.prepends(prepend_bos):
+            bos = self.bos_token_id
+            rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
+        return self._pad(rows, self.side(padding_side))
+
+    def encode_conversation(
+        self, messages: Sequence[Any]
+    ) -> tuple[str, Int[Tensor, "1 pos"], list[tuple[int, int]]]:
+        """A conversation as the chat template writes it, its ids, and which characters each is of.
+
+        Raises ValueError for what is no chat, for a tokenizer without a chat template, and for one
+        that does not say where in the text its tokens are.
+        """
+        tokenizer = self._needed()
+        (chat,) = as_chats(messages)
+        text = tokenizer.apply_chat_template(list(chat), tokenize=False)
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are")
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return text, torch.tensor([made["input_ids"]]), made["offset_mapping"]
 
     def _rows(self, texts: list[str], prepend_bos: bool | None) -> list[list[int]]:
         """Ids of each text, with one BOS in front where the rule says so."""
