@@ -45,7 +45,7 @@ def both(
 ) -> tuple[GenerateOutput, Any]:
     hf, model = pair
     eos = how.pop("eos", None)
-    given = {"max_new_tokens": 9, "do_sample": False, "attention_mask": mask, **how}
+    given = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask, **how}
     ending = {"stop_at_eos": eos is not None, "eos_token_id": eos, "pad_token_id": PAD}
     ours = model.generate(ids, **ending, output_scores=True, **given)
     uncached = model.generate(ids, **ending, output_scores=True, use_past_kv_cache=False, **given)
@@ -91,7 +91,7 @@ def test_sequences_and_scores_are_hugging_faces(
 
 
 @pytest.mark.parametrize("eos", [True, False])
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 12])
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 8])
 def test_ragged_batches_of_several_lengths(
     pair: tuple[Any, HookedTransformer], max_new_tokens: int, eos: bool
 ) -> None:
@@ -193,9 +193,7 @@ def test_wide_enough_a_search_finds_the_best_of_all() -> None:
     assert not torch.equal(narrow[0], expected)
 
 
-@pytest.mark.parametrize(
-    "kind", ["standard", "rotary_window", "alibi_gqa", "none", "shortformer", "softcap"]
-)
+@pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa", "shortformer"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_cached_equals_uncached_for_every_kind_of_position_and_behind_a_prefix(
     kind: str, rows: int

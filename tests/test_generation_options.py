@@ -180,8 +180,8 @@ def test_what_a_criterion_returns_is_checked(returned: Any, message: str) -> Non
 # --- several continuations of a prompt ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa", "shortformer", "sinks"])
-@pytest.mark.parametrize("lengths", [[5], [3, 6], [1, 4, 2]])
+@pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa", "sinks"])
+@pytest.mark.parametrize("lengths", [[5], [1, 4]])
 def test_continuations_are_those_of_as_many_rows(kind: str, lengths: list[int]) -> None:
     model = loud.build(kind)
     _, ids, mask = loud.ragged(lengths)
@@ -338,7 +338,7 @@ def test_several_continuations_do_not_share_a_growing_cache() -> None:
 
 # --- nothing lost ---------------------------------------------------------------------------------
 
-STEPS = 4
+STEPS = 3
 
 
 def failing(at: int, error: type[BaseException]) -> Callable[[], None]:
@@ -377,14 +377,12 @@ def broken_at(
         model.generate(ids, STEPS, **inside, **how)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", range(STEPS))
 @pytest.mark.parametrize(
     "where", ["processor", "criterion", "hook_embed", "blocks.1.attn.hook_v", "unembed.hook_out"]
 )
-def test_a_failure_at_any_step_loses_nothing(
-    where: str, step: int, error: type[BaseException]
-) -> None:
+def test_a_failure_at_any_step_loses_nothing(where: str, step: int) -> None:
+    error = KeyboardInterrupt  # what not even `except Exception` would see
     model, prefix = loud.build("rotary_window"), loud.tokens(2, 4, 9)
     _, ids, mask = loud.ragged([3, 5])
     whole = model.generate(ids, STEPS, attention_mask=mask, **GREEDY)
