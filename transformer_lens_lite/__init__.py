@@ -1,9 +1,13 @@
 """Open language models with every intermediate value named: HookedTransformer, small, exact and
 fast."""
 
+from transformer_lens_lite.activation_files import ActivationDataset
+from transformer_lens_lite.activation_store import ActivationRecord, ActivationStore
 from transformer_lens_lite.activations import ActivationCache
+from transformer_lens_lite.capture import CaptureSpec
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.hooks import HookPoint, LensHandle
+from transformer_lens_lite.interventions import BoundIntervention, InterventionReport
 from transformer_lens_lite.kv_cache import (
     HookedTransformerKeyValueCache,
     HookedTransformerKeyValueCacheEntry,
@@ -14,22 +18,30 @@ from transformer_lens_lite.kv_cache import (
 )
 from transformer_lens_lite.model import HookedTransformer, Output
 from transformer_lens_lite.root_module import HookedRootModule, UnknownHookError
+from transformer_lens_lite.steps import StepContext
 from transformer_lens_lite.utils import Slice, get_act_name
 from transformer_lens_lite.verification import Verification, verify
 
 __all__ = [
     "ActivationCache",
+    "ActivationDataset",
+    "ActivationRecord",
+    "ActivationStore",
+    "BoundIntervention",
+    "CaptureSpec",
     "HookPoint",
     "HookedRootModule",
     "HookedTransformer",
     "HookedTransformerConfig",
     "HookedTransformerKeyValueCache",
     "HookedTransformerKeyValueCacheEntry",
+    "InterventionReport",
     "KeyValueCache",
     "KeyValueCacheEntry",
     "LensHandle",
     "Output",
     "Slice",
+    "StepContext",
     "TransformerLensKeyValueCache",
     "TransformerLensKeyValueCacheEntry",
     "UnknownHookError",

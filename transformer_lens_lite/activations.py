@@ -4,6 +4,7 @@ import operator
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -72,6 +73,30 @@ class ActivationCache(Mapping[str, Tensor]):
         cache = cls({}, model, has_batch_dim)
         cache._record = record
         return cache
+
+    @classmethod
+    def of_recording(
+        cls, record: Recording, has_batch_dim: bool = True, n_layers: int | None = None
+    ) -> "ActivationCache":
+        """A recording without a model, such as one that was saved."""
+        cache = cls._of(record, None, has_batch_dim)
+        cache._n_layers = n_layers
+        return cache
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a safetensors file: tensors, tokens, steps and spans. What else there is,
+        such as the arguments of modules, is left out."""
+        from transformer_lens_lite.activation_files import save_cache
+
+        save_cache(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], device: Any = None) -> "ActivationCache":
+        """A cache that was saved. Its tensors are mapped from the file, not read, until they are
+        used or moved to a device."""
+        from transformer_lens_lite.activation_files import load_cache
+
+        return load_cache(path, device)
 
     # -- what is kept --
 

@@ -446,7 +446,7 @@ class Recorder:
         self.version += 1
         if step.batch is not None:
             run.batch = step.batch
-        self._check_budget(run, step)
+        self.check_budget(run.batch, step.expected_stop or step.stop)
         again = run.last is not None and step.start < run.last.stop  # the whole text once more
         start = run.last.stop if again and run.last is not None else step.start
         run.last = step
@@ -461,10 +461,11 @@ class Recorder:
             run.kept.append(Kept(step.start, part, n_columns, step.tokens, mask))
         run.forwards.append(Forward(step.step, step.phase, step.start, step.stop, first, last))
 
-    def _check_budget(self, run: Run, step: StepContext) -> None:
+    def check_budget(self, batch: int, columns: int) -> None:
+        """ValueError when so many columns of text would be more than the spec's `max_bytes`."""
         if self._sizes is None:
             return
-        needed = bytes_of(self.spec, self._sizes, run.batch, step.expected_stop or step.stop)
+        needed = bytes_of(self.spec, self._sizes, batch, columns)
         if needed > (self.spec.max_bytes or 0):
             raise ValueError(
                 f"this would keep {needed} bytes, more than max_bytes={self.spec.max_bytes}; "

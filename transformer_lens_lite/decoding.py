@@ -96,6 +96,7 @@ class Generation:
         own_cache: nobody else sees the cache.
         copies: rows that continue each prompt, next to each other. The prompt is run once, and with
             several copies the cache, which is our own then, becomes a prefix that they share.
+        feeds_last: `feed_last` will be called at the end.
     """
 
     def __init__(
@@ -109,10 +110,15 @@ class Generation:
         sampling: Sampling,
         own_cache: bool,
         copies: int = 1,
+        feeds_last: bool = False,
     ) -> None:
         self.model = model
         self.prompt = prompt
         self.cache = cache
+        self.own_cache = own_cache
+        self.expected_stop = (0 if cache is None else cache.length) + prompt.shape[1]
+        self.expected_stop += max_new_tokens - (not feeds_last)
+        self.feeds_last = feeds_last
         self.max_new_tokens = max_new_tokens
         self.ending = ending
         self.sampling = sampling
@@ -136,6 +142,8 @@ class Generation:
             rows, self._n_prompt + max_new_tokens, dtype=torch.long, device=device
         )
         self._ids[:, : self._n_prompt] = repeated(ids, copies)
+        # new tokens that belong to their row, and do not only fill it up behind its end
+        self._real = torch.ones(rows, max_new_tokens, dtype=torch.long, device=device)
         self._mask = None
         if mask is not None:  # new tokens are never padding to each other
             room = mask.new_ones(rows, max_new_tokens)
@@ -179,19 +187,60 @@ class Generation:
     def _next_logits(self) -> Float[Tensor, "row d_vocab_out"]:
         """Logits for the next position: of the prompt first, of the newest token from then on."""
         if self.cache is None:
-            return self.model.next_logits(self._whole_input(), attention_mask=self._whole_mask())
+            return self.model.next_logits(
+                self._whole_input(), attention_mask=self._whole_mask(), generation=self
+            )
         if self.n_new:
-            return self.model.next_logits(self.tokens[:, -1:], past_kv_cache=self.cache)
+            return self.model.next_logits(
+                self.tokens[:, -1:], past_kv_cache=self.cache, generation=self
+            )
         mask = self._whole_mask()
         logits = self.model.next_logits(
             self.prompt,
             attention_mask=None if mask is None else mask[:: self.copies],
             past_kv_cache=self.cache,
+            generation=self,
         )
         if self.copies > 1:
             self.cache.freeze()
             self.cache = self.cache.branch(len(self._ids), max_len=self.max_new_tokens)
         return repeated(logits, self.copies)
+
+    def feed_last(self) -> None:
+        """Run the newest token too, for those who listen; a cache that others see stays as it is.
+        To be called in the mode `mode`."""
+        if self.cache is None or self.own_cache:
+            self._next_logits()
+            return
+        self.cache.freeze()
+        try:
+            self._next_logits()
+        finally:
+            self.cache.unfreeze()
+
+    # -- what a `StepContext` says --
+
+    @property
+    def n_fed(self) -> int:
+        """How many forwards there have been."""
+        return self.n_new
+
+    def real(self, n_columns: int) -> Int[Tensor, "row pos"] | None:
+        """1 where the last so many columns are part of their row; None: as the mask says."""
+        if not (self.ending.is_possible and self.n_new):
+            return None
+        new = self._real[:, : self.n_new]
+        if n_columns <= self.n_new:
+            return new[:, self.n_new - n_columns :]
+        before = n_columns - self.n_new  # of the prompt
+        if self._mask is None:
+            start = new.new_ones(len(new), before)
+        else:
+            end = self._mask.shape[1] - self.max_new_tokens
+            start = self._mask[:, end - before : end]
+        return torch.cat((start, new), 1)
+
+    # -- inputs of a step --
 
     def _whole_input(self) -> Tensor:
         if not self.from_embeddings:
@@ -221,5 +270,6 @@ class Generation:
         self._ids[:, self._n_prompt + self.n_new] = picked
         self.n_new += 1
         if self.ending.is_possible:
+            self._real[:, self.n_new - 1] = ~self.finished
             ended = self.ending.reached(self.model, self.tokens, self.n_new, logits)
             self.finished = self.finished | ended

@@ -8,16 +8,19 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.beam_search import Beams, BeamSearch
+from transformer_lens_lite.capture import CaptureSpec, Recorder
 from transformer_lens_lite.config import closest, names_the_nearest
-from transformer_lens_lite.decoding import Criterion, Ending, Generation
+from transformer_lens_lite.decoding import Criterion, Ending, Generation, repeated
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.sampling import Number, Processor, Sampling, is_count, is_number
 from transformer_lens_lite.streaming import streamed
@@ -60,9 +63,15 @@ def start_generation(
     length_penalty: Any = 1.0,
     early_stopping: Any = False,
     verbose: bool | None = None,
+    is_captured: bool = False,
+    feeds_last: bool = False,
     **sampling: Any,
 ) -> Generation:
-    """Check every argument before anything is run, and set the generation up."""
+    """Check every argument before anything is run, and set the generation up.
+
+    is_captured: all forwards have the same rows, so that what hooks keep fits together.
+    feeds_last: the last token will be run too.
+    """
     check_names(sampling)
     if not model.is_causal:
         raise ValueError(
@@ -80,7 +89,15 @@ def start_generation(
     check_prompt(prompt, chosen_by)
     copies = num_beams if num_beams > 1 else beams.n
     check_cache(past_kv_cache, use_past_kv_cache, copies)
-    check_fits(model, prompt, mask, max_new_tokens, past_kv_cache)
+    if is_captured:
+        if num_beams > 1:
+            raise ValueError(
+                f"return_cache with num_beams={num_beams}: a search drops and reorders its rows. "
+                "Capture the result: model.run_with_cache(sequences)"
+            )
+        prompt, mask = repeated(prompt, copies), None if mask is None else repeated(mask, copies)
+        copies = 1
+    check_fits(model, prompt, mask, max_new_tokens, past_kv_cache, feeds_last)
     cache = None
     if use_past_kv_cache:
         # where copies share the prompt, each has its own room behind it
@@ -96,7 +113,9 @@ def start_generation(
         "sampling": chosen_by,
         "own_cache": cache is None or cache is not past_kv_cache,
     }
-    return BeamSearch(beams, **parts) if num_beams > 1 else Generation(**parts, copies=copies)
+    if num_beams > 1:
+        return BeamSearch(beams, **parts)
+    return Generation(**parts, copies=copies, feeds_last=feeds_last)
 
 
 NAMED_ARGUMENTS = tuple(
@@ -247,12 +266,17 @@ def check_cache(cache: KeyValueCache | None, use_past_kv_cache: bool, copies: in
 
 
 def check_fits(
-    model: Any, prompt: Tensor, mask: Tensor | None, new: int, cache: KeyValueCache | None
+    model: Any,
+    prompt: Tensor,
+    mask: Tensor | None,
+    new: int,
+    cache: KeyValueCache | None,
+    feeds_last: bool = False,
 ) -> None:
     """ValueError when mask or cache do not fit the prompt, or the last token fed would not fit
     them."""
     batch, length = prompt.shape[:2]
-    fed = length + max(new - 1, 0)  # the last token is never fed
+    fed = length + max(new - (not feeds_last), 0)
     past = model._past_length(cache, range(model.cfg.n_layers), batch, fed)
     joined = model._joined_mask(mask, batch, length, past, cache)
     if joined is not None and not bool(joined[:, -1].all()):
@@ -264,6 +288,7 @@ def check_fits(
         raise ValueError(
             f"{past + length} tokens of prompt and {new} new ones do not fit into "
             f"n_ctx={model.cfg.n_ctx}"
+            + (" (the last one is run too: include_last=False)" if feeds_last else "")
         )
 
 
@@ -345,6 +370,10 @@ def generate(
     verbose: bool | None,
     output_logits: bool,
     output_scores: bool,
+    return_cache: Any,
+    names_filter: Any,
+    device: Any,
+    include_last: bool,
     **arguments: Any,
 ) -> Any:
     """See `GenerationMethods.generate`."""
@@ -355,22 +384,54 @@ def generate(
         raise ValueError("return_type='str' needs a tokenizer")
     if output_scores and arguments["num_beams"] == 1:
         raise ValueError("output_scores=True is about beam search: pass num_beams=")
-    generation = start_generation(model, input, **arguments)
+    recorder = recorder_of(model, return_cache, names_filter, device)
+    with nullcontext() if recorder is None else recorder.listening():
+        captured = recorder is not None
+        generation = start_generation(
+            model,
+            input,
+            is_captured=captured,
+            feeds_last=captured and include_last,
+            **arguments,
+        )
+        if recorder is not None:
+            recorder.check_budget(len(generation.tokens), generation.expected_stop)
+        logits = run_through(generation, verbose, output_logits)
+    result = finished_form(generation, input, return_type)
+    if output_logits or output_scores:
+        scores = generation.sequences_scores.clone() if isinstance(generation, BeamSearch) else None
+        result = GenerateOutput(result, logits, scores)
+    return result if recorder is None else (result, ActivationCache.of_one_run(recorder))
+
+
+def recorder_of(model: Any, return_cache: Any, names_filter: Any, device: Any) -> Recorder | None:
+    """What listens to a generation; None where nothing is to be captured."""
+    if return_cache is False or return_cache is None:
+        if names_filter is not None or device is not None:
+            raise ValueError("names_filter= and device= are for what return_cache=True returns")
+        return None
+    if return_cache is True:
+        return_cache, names_filter = names_filter, None
+    if names_filter is not None:
+        raise ValueError("return_cache= and names_filter= both say what to keep; give one of them")
+    return Recorder(model, CaptureSpec.of(return_cache, device=device))
+
+
+def run_through(
+    generation: Generation, verbose: bool | None, wants_logits: bool
+) -> tuple[Float[Tensor, "row d_vocab_out"], ...]:
+    """All steps of a generation; returns the logits of each, if they are wanted."""
     logits: list[Any] = []
     # the mode is entered once, not at every step: nothing leaves before the end
     with progress(generation.max_new_tokens, verbose) as bar, generation.mode():
         while not generation.ended():
             generation.step()
             bar.update()
-            if output_logits:
+            if wants_logits:
                 logits.append(generation.logits)
-    for step, each in enumerate(logits):  # ordinary tensors, whatever the mode was
-        logits[step] = each.clone()
-    result = finished_form(generation, input, return_type)
-    if not (output_logits or output_scores):
-        return result
-    scores = generation.sequences_scores.clone() if isinstance(generation, BeamSearch) else None
-    return GenerateOutput(result, tuple(logits), scores)
+        if generation.feeds_last:
+            generation.feed_last()
+    return tuple(each.clone() for each in logits)  # ordinary tensors, whatever the mode was
 
 
 def finished_form(generation: Generation, input: Any, return_type: str) -> Any:
@@ -452,7 +513,11 @@ class GenerationMethods:
         suppress_tokens: Sequence[int] | None = None,
         logits_processor: Processor | Sequence[Processor] | None = None,
         stopping_criteria: Criterion | Sequence[Criterion] | None = None,
-    ) -> str | list[str] | Tensor | GenerateOutput:
+        return_cache: Any = False,
+        names_filter: Any = None,
+        device: torch.device | str | None = None,
+        include_last: bool = True,
+    ) -> Any:
         """Continue a prompt.
 
         Args:
@@ -486,6 +551,10 @@ class GenerationMethods:
             generator: source of randomness; a row's tokens do not depend on when other rows end.
             output_logits, output_scores: return a `GenerateOutput` with the logits of every step,
                 and the scores a beam search gave its sequences.
+            return_cache: return (result, `ActivationCache`), the activations of every step as they
+                were computed, hooks included, aligned to the columns of prompt and new tokens: True
+                (what `names_filter` says, kept on `device`), names, or a `CaptureSpec`.
+            include_last: run the last token too, which nothing needs but its activations.
         Raises: ValueError (or TypeError, for things of the wrong kind) for arguments that mean
             nothing, alone or together, before anything is run.
         """

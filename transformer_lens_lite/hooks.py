@@ -215,17 +215,16 @@ class LensHandle:
         assert point.pos_axis is not None  # refused when the hook was attached
         index = (slice(None),) * point.pos_axis + (part,)
         chosen = tensor[index]
-        before = chosen._version
         result = self._run_on(chosen, point)
         # columns next to each other are a view: an edit in place has been made where it belongs
-        if result is not chosen or (isinstance(part, list) and chosen._version != before):
+        if result is not chosen or isinstance(part, list):
             tensor = tensor.clone()
             tensor[index] = result
         return tensor
 
     def _run_on(self, tensor: Tensor, point: "HookPoint") -> Tensor:
         self.num_fires += 1
-        before = tensor
+        before, edits = tensor, edits_of(tensor)
         for caller in self._callers:
             result = self.user_hook(tensor, hook=caller)
             if isinstance(result, tuple) and len(result) == 1 and self.direction == "bwd":
@@ -233,7 +232,8 @@ class LensHandle:
             if result is not None:
                 tensor = self._checked(result, tensor, point)
         if self.fires is not None:
-            self.fires.append((self.num_calls, tensor is not before))
+            replaced = tensor is not before or edits_of(before) != edits
+            self.fires.append((self.num_calls, replaced))
         return tensor
 
     def _checked(self, result: Any, tensor: Tensor, point: "HookPoint") -> Tensor:
@@ -259,6 +259,11 @@ class LensHandle:
         marks = ["permanent"] if self.is_permanent else []
         marks += [] if self.context_level is None else [f"level {self.context_level}"]
         return f"<{self.direction} hook {name}{' ' + ', '.join(marks) if marks else ''}>"
+
+
+def edits_of(tensor: Tensor) -> int:
+    """How often it was edited in place; tensors of inference mode do not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_hook(hook: Any, name: str | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer_lens_lite.hooks import Attachment, LensHandle
-from transformer_lens_lite.root_module import NamedHooks, ZeroFire, say_unfired
+from transformer_lens_lite.root_module import NamedHooks, check_zero_fire, say_unfired
 from transformer_lens_lite.steps import Pos, When
 
 
@@ -84,8 +84,9 @@ class BoundIntervention:
         fwd_hooks: NamedHooks,
         when: When = "all",
         pos: Pos = None,
-        on_zero_fire: ZeroFire = "error",
+        on_zero_fire: str = "error",
     ) -> None:
+        check_zero_fire(on_zero_fire)
         self.model = model
         self.last_report: InterventionReport | None = None
         self._rules = [model.attachments([pair], "fwd", when, pos) for pair in fwd_hooks]

@@ -29,10 +29,11 @@ from transformer_lens_lite.config import HookedTransformerConfig, closest
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise
+from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
 from transformer_lens_lite.module_paths import outputs_by_module
-from transformer_lens_lite.root_module import UnknownHookError
-from transformer_lens_lite.steps import StepContext, running
+from transformer_lens_lite.root_module import NamedHooks, UnknownHookError
+from transformer_lens_lite.steps import Pos, StepContext, When, running
 from transformer_lens_lite.text import TextMethods
 from transformer_lens_lite.tokens import is_text
 from transformer_lens_lite.utils import get_act_name, lm_cross_entropy_loss
@@ -584,6 +585,16 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
                 for run in cache.runs:
                     store.add(run, **tags)
 
+    def bind(
+        self,
+        fwd_hooks: NamedHooks,
+        when: When = "all",
+        pos: Pos = None,
+        on_zero_fire: str = "error",
+    ) -> BoundIntervention:
+        """The model under an intervention, to be called like the model; see `BoundIntervention`."""
+        return BoundIntervention(self, fwd_hooks, when, pos, on_zero_fire)
+
     # -- other names for the same values --
 
     def names_meant_by(
@@ -703,13 +714,13 @@ def step_of(
 ) -> StepContext:
     """Where a forward stands, for whoever asks from inside it."""
     cache = context.cache
-    growing = cache if cache is not None and not cache.frozen else None
     if generation is not None:
         step, expected_stop = generation.n_fed, generation.expected_stop
-        real = generation.real(context.n_new)
+        sequence, real = generation, generation.real(context.n_new)
     else:
         # a text that was begun elsewhere is continued, whether or not its cache says how often
         step = 0 if cache is None else max(cache.n_forwards, int(context.n_past > 0))
+        sequence = None if cache is None or cache.frozen else cache
         expected_stop, real = None, None
     return StepContext(
         step=step,
@@ -717,7 +728,7 @@ def step_of(
         stop=context.n_keys,
         tokens=tokens,
         attention_mask=context.attention_mask,
-        sequence=growing if growing is not None else generation,
+        sequence=sequence,
         expected_stop=expected_stop,
         real=real,
         batch=context.batch,

@@ -45,12 +45,10 @@ def their_modules(model: Any) -> Iterator[tuple[str, str]]:
 
     architecture = architecture_for(model.checkpoint_config)
     reading = architecture.reading(model.checkpoint_config)
-    prefix = architecture.optional_prefix
     for placed in Table(architecture, model.cfg, reading).maps:
         for theirs, ours in modules_of(placed.hf[0], placed.native[0]):
             yield theirs, ours
-            if prefix and theirs.startswith(prefix):
-                yield theirs.removeprefix(prefix), ours
+            yield theirs.partition(".")[2], ours  # seen from inside "model" or "transformer"
 
 
 def modules_of(tensor: str, parameter: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,9 @@ from transformer_lens_lite.utils import Slice, SliceInput
 
 # a name, a glob, a predicate on names, or several of those; None: every point but the optional ones
 NamesFilter = str | Callable[[str], bool] | Iterable[Any] | None
-NamedHooks = Iterable[tuple[str | Callable[[str], bool], HookFunction]]
-ZeroFire = Literal["warn", "error", "ignore"]
+HookName = str | tuple[Any, ...] | Callable[[str], bool]
+NamedHooks = Iterable[tuple[HookName, HookFunction]]
+ON_ZERO_FIRE = ("warn", "error", "ignore")
 ONE_CALL = re.compile(r"(.+):(\d+)")
 
 
@@ -184,7 +185,7 @@ class HookedRootModule(Component):
 
     def add_hook(
         self,
-        name: str | Callable[[str], bool],
+        name: HookName,
         hook: HookFunction,
         dir: Direction = "fwd",
         is_permanent: bool = False,
@@ -202,7 +203,7 @@ class HookedRootModule(Component):
         Returns: a handle with `remove()`, which counts its calls in `num_fires`.
         Raises: UnknownHookError for a name that selects nothing.
         """
-        wanted = self._attachments([(name, hook)], dir, when, pos)
+        wanted = self.attachments([(name, hook)], dir, when, pos)
         handles = HandleGroup(
             self.hook_dict[each.name].attach(
                 hook, dir, is_permanent, level, prepend, limits=each.limits
@@ -211,7 +212,7 @@ class HookedRootModule(Component):
         )
         return handles[0] if isinstance(name, str) and len(handles) == 1 else handles
 
-    def _attachments(
+    def attachments(
         self, pairs: NamedHooks, direction: Direction, when: When = "all", pos: Pos = None
     ) -> list[Attachment]:
         """What pairs of names and functions come to, all checked and nothing attached.
@@ -235,7 +236,7 @@ class HookedRootModule(Component):
         return wanted
 
     def add_perma_hook(
-        self, name: str | Callable[[str], bool], hook: HookFunction, dir: Direction = "fwd"
+        self, name: HookName, hook: HookFunction, dir: Direction = "fwd"
     ) -> LensHandle | HandleGroup:
         """Attach a hook that `reset_hooks()` leaves in place."""
         return self.add_hook(name, hook, dir, is_permanent=True)
@@ -298,7 +299,7 @@ class HookedRootModule(Component):
         clear_contexts: bool = False,
         when: When = "all",
         pos: Pos = None,
-        on_zero_fire: ZeroFire = "warn",
+        on_zero_fire: str = "warn",
     ) -> Iterator["HookedRootModule"]:
         """Attach hooks inside a `with` block; yields the model.
 
@@ -315,8 +316,8 @@ class HookedRootModule(Component):
             raise ValueError(
                 f"on_zero_fire must be 'warn', 'error' or 'ignore', got {on_zero_fire}"
             )
-        wanted = self._attachments(fwd_hooks, "fwd", when, pos)
-        wanted += self._attachments(bwd_hooks, "bwd")
+        wanted = self.attachments(fwd_hooks, "fwd", when, pos)
+        wanted += self.attachments(bwd_hooks, "bwd")
         with self.attached(wanted, reset_hooks_end, clear_contexts) as handles:
             yield self
         if on_zero_fire != "ignore":
@@ -456,7 +457,7 @@ class HookedRootModule(Component):
     def run_with_cache(
         self,
         *model_args: Any,
-        names_filter: NamesFilter = None,
+        names_filter: NamesFilter | CaptureSpec = None,
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         incl_bwd: bool = False,
@@ -517,8 +518,14 @@ def is_name_and_layer(given: Any) -> bool:
     )
 
 
+def check_zero_fire(given: str) -> None:
+    """ValueError for what is no way to deal with hooks that never acted."""
+    if given not in ON_ZERO_FIRE:
+        raise ValueError(f"on_zero_fire must be one of {list(ON_ZERO_FIRE)}, got {given!r}")
+
+
 def say_unfired(
-    wanted: Sequence[Attachment], handles: Sequence[LensHandle], on_zero_fire: ZeroFire
+    wanted: Sequence[Attachment], handles: Sequence[LensHandle], on_zero_fire: str
 ) -> None:
     """A warning about limited hooks that never reached their place, or a RuntimeError about any
     forward hook that was never called."""

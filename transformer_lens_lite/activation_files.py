@@ -1,0 +1,271 @@
+"""Activations on disk: one cache as a file, and many as rows of a dataset.
+
+Everything is safetensors. A file is written beside its place and then moved there, so that a file
+that exists is whole; it is mapped when it is read.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_lens_lite.activations import ActivationCache, MissingActivation, compact
+from transformer_lens_lite.capture import Axes, Call, Forward, Recording
+from transformer_lens_lite.config import closest
+
+FORMAT = "transformer_lens_lite.activations.1"
+VALUES = "values/"
+OF_COLUMNS = ("tokens", "attention_mask", "columns")
+SHARD = "rows-{:06d}.safetensors"
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """A safetensors file, whole or not at all."""
+    from safetensors.torch import save_file
+
+    whole, storages = {}, set()
+    for name, tensor in tensors.items():
+        kept = compact(tensor.detach().cpu().contiguous())
+        storage = kept.untyped_storage().data_ptr()
+        whole[name] = kept.clone() if storage in storages else kept  # the format shares nothing
+        storages.add(storage)
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        save_file(whole, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
+        os.replace(unfinished, path)
+    finally:
+        with suppress(FileNotFoundError):
+            unfinished.unlink()
+
+
+def opened(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A file that `write` made, and what was written about it.
+
+    Raises: FileNotFoundError; ValueError for another kind of file, or a damaged one.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} holds no activations that were saved here")
+        return file, json.loads(metadata["about"])
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+# --- one cache ------------------------------------------------------------------------------------
+
+
+def save_cache(cache: ActivationCache, path: str | PathLike[str], **more: Any) -> None:
+    """Write a cache; what is no tensor (arguments of modules) is left out."""
+    record = cache._recording()
+    tensors = {VALUES + name: value for name, value in record.values.items()}
+    for name in OF_COLUMNS:
+        given = getattr(record, name)
+        if given is not None:
+            tensors[name] = given
+    about = {
+        "calls": record.calls,
+        "axes": record.axes,
+        "forwards": [forward.__dict__ for forward in record.forwards],
+        "names": list(record.values),
+        "spans": cache._spans,
+        "has_batch_dim": cache.has_batch_dim,
+        "n_layers": cache._n_layers,
+        **more,
+    }
+    write(Path(path), tensors, about)
+
+
+def load_cache(path: str | PathLike[str], device: Any = None) -> ActivationCache:
+    """Read a cache that was saved: mapped, until it is moved to another device."""
+    cache, _ = load_cache_and_tags(Path(path))
+    return cache if device is None else cache.to(device)
+
+
+def load_cache_and_tags(path: Path) -> tuple[ActivationCache, dict[str, Any]]:
+    """A cache, and what else was written about it."""
+    file, about = opened(path)
+    try:
+        names = set(file.keys())
+        record = Recording(
+            values={name: file.get_tensor(VALUES + name) for name in about["names"]},
+            calls={n: [Call(*each) for each in calls] for n, calls in about["calls"].items()},
+            axes={n: Axes(*each) for n, each in about["axes"].items()},
+            forwards=[Forward(**each) for each in about["forwards"]],
+            **{name: file.get_tensor(name) for name in OF_COLUMNS if name in names},
+        )
+        cache = ActivationCache.of_recording(record, about["has_batch_dim"], about["n_layers"])
+        for name, span in about["spans"].items():
+            is_pair = isinstance(span[0], int)
+            cache._spans[name] = tuple(span) if is_pair else [tuple(each) for each in span]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    return cache, about.get("tags", {})
+
+
+def save_store(store: Any, folder: str | PathLike[str]) -> None:
+    """Every run of a store, in a folder that does not exist yet."""
+    place = Path(folder)
+    for _, tags in store.runs:
+        json.dumps(tags)  # before anything is written
+    place.mkdir(parents=True)
+    for number, (cache, tags) in enumerate(store.runs):
+        save_cache(cache, place / f"run-{number:06d}.safetensors", tags=tags)
+
+
+def load_store(folder: str | PathLike[str]) -> Iterator[tuple[ActivationCache, dict[str, Any]]]:
+    """The runs of a store that was saved, with their tags."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise FileNotFoundError(f"there is no folder {place}")
+    for path in sorted(place.glob("run-*.safetensors")):
+        yield load_cache_and_tags(path)
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+class ActivationDataset:
+    """Activations of many texts on disk, one row for each real token: what dictionaries and probes
+    are trained on.
+
+        dataset = ActivationDataset(folder)
+        for batch in batches[dataset.n_appended :]:      # goes on where it was interrupted
+            _, cache = model.run_with_cache(batch, names_filter="resid_post")
+            dataset.append(cache)
+        dataset["resid_post", 5][1000:1256]              # [256, d_model], read from the disk
+
+    Every `append` is a file of its own; what was appended is never touched again. Names must have
+    positions on axis 1, and be the same in every append.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: list[Any] = []
+        self._starts = [0]  # of the rows of each file, and behind the last one
+        while (path := self.folder / SHARD.format(len(self._files))).exists():
+            self._take(path)
+
+    def _take(self, path: Path) -> None:
+        file, about = opened(path)
+        if self._files and set(file.keys()) != set(self._files[0].keys()):
+            raise ValueError(f"{path} holds other names than the files before it")
+        self._files.append(file)
+        self._starts.append(self._starts[-1] + about["rows"])
+
+    @property
+    def n_appended(self) -> int:
+        """How many times something was appended."""
+        return len(self._files)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def names(self) -> list[str]:
+        """The hook names."""
+        if not self._files:
+            return []
+        keys = list(self._files[0].keys())
+        return [name.removeprefix(VALUES) for name in keys if name.startswith(VALUES)]
+
+    def append(self, cache: ActivationCache) -> None:
+        """One more file: the real tokens of every row of a cache, row after row.
+
+        Raises: ValueError for values without positions, or other names than before. Nothing is
+            written then.
+        """
+        record = cache._recording()
+        mask = record.attention_mask
+        if mask is None or not cache.has_batch_dim:
+            raise ValueError("a dataset needs caches that know their tokens and have a batch axis")
+        if self._files and set(record.values) != set(self.names):
+            odd = sorted(set(record.values) ^ set(self.names))
+            raise ValueError(f"{odd[0]!r} is in this cache or in the dataset, but not in both")
+        real = mask.bool()
+        tensors = {}
+        for name, value in record.values.items():
+            axes = record.axes.get(name)
+            if axes is None or axes.pos != 1 or value.shape[:2] != real.shape:
+                raise ValueError(
+                    f"{name} {list(value.shape)} does not have its positions on axis 1"
+                )
+            tensors[VALUES + name] = value[real.to(value.device)]
+        rows, columns = real.nonzero(as_tuple=True)
+        tensors["row"], tensors["column"] = rows, columns
+        if record.tokens is not None:
+            tensors["tokens"] = record.tokens.cpu()[real]
+        path = self.folder / SHARD.format(len(self._files))
+        write(path, tensors, {"rows": len(rows)})
+        self._take(path)
+
+    def __getitem__(self, key: Any) -> "Rows":
+        name = ActivationCache({}).full_name(key)
+        if name not in self.names:
+            raise MissingActivation(f"{name!r} is not in this dataset.{closest(name, self.names)}")
+        return Rows(self._files, self._starts, VALUES + name)
+
+    @property
+    def tokens(self) -> "Rows":
+        """The id of every row's token."""
+        return Rows(self._files, self._starts, "tokens")
+
+    def __repr__(self) -> str:
+        return f"ActivationDataset({len(self)} rows of {self.names}, {self.n_appended} files)"
+
+
+class Rows:
+    """The rows of one name in all files. Indexing reads only what is asked for."""
+
+    def __init__(self, files: list[Any], starts: list[int], name: str) -> None:
+        self._files = files
+        self._starts = starts
+        self._name = name
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all rows together."""
+        return (len(self), *self._files[0].get_slice(self._name).get_shape()[1:])
+
+    def __getitem__(self, which: int | slice | list[int] | Tensor) -> Tensor:
+        if isinstance(which, int):
+            return self._gathered(torch.tensor([range(len(self))[which]]))[0]
+        if isinstance(which, slice):
+            chosen = range(len(self))[which]
+            if chosen.step == 1:
+                return self._range(chosen.start, chosen.stop)
+            return self._gathered(torch.tensor(list(chosen), dtype=torch.long))
+        return self._gathered(torch.arange(len(self))[torch.as_tensor(which)])
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        parts = []
+        for file, first, last in zip(self._files, self._starts, self._starts[1:], strict=False):
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                parts.append(file.get_slice(self._name)[a - first : b - first])
+        if not parts:
+            return self._files[0].get_slice(self._name)[0:0]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gathered(self, places: Tensor) -> Tensor:
+        found = self._range(0, 0).new_empty((len(places), *self.shape[1:]))
+        for file, first, last in zip(self._files, self._starts, self._starts[1:], strict=False):
+            here = (places >= first) & (places < last)
+            if bool(here.any()):  # mapped: only the pages with these rows are read
+                found[here] = file.get_tensor(self._name)[places[here] - first]
+        return found
