@@ -825,8 +825,13 @@ def test_the_public_methods_take_the_same_arguments() -> None:
     names = set(inspect.signature(HookedTransformer.generate).parameters)
     inner = set(inspect.signature(generate_module.start_generation).parameters)
     inner |= set(generate_module.SAMPLING_ARGUMENTS)
-    assert names - inner == {"self", "return_type", "output_logits", "output_scores"}
-    assert inner - names == {"model", "sampling"}
+    of_results = {"return_type", "output_logits", "output_scores"}
+    of_captures = {"return_cache", "names_filter", "device", "include_last"}
+    assert names - inner == {"self"} | of_results | of_captures
+    for name in ("return_cache", "feeds_last"):
+        with pytest.raises(TypeError, match=name):
+            loud.build().generate_stream(loud.tokens(), **{name: True})
+    assert inner - names == {"model", "sampling", "is_captured", "feeds_last"}
 
 
 def test_tokenizers_without_special_tokens_still_generate() -> None:

@@ -45,6 +45,9 @@ class GenerateOutput:
 def start_generation(
     model: Any,
     input: Any,
+    is_captured: bool = False,
+    feeds_last: bool = False,
+    /,
     *,
     max_new_tokens: Any = 10,  # Any: its kind, too, is checked here
     stop_at_eos: bool = True,
@@ -63,8 +66,6 @@ def start_generation(
     length_penalty: Any = 1.0,
     early_stopping: Any = False,
     verbose: bool | None = None,
-    is_captured: bool = False,
-    feeds_last: bool = False,
     **sampling: Any,
 ) -> Generation:
     """Check every argument before anything is run, and set the generation up.
@@ -387,13 +388,8 @@ def generate(
     recorder = recorder_of(model, return_cache, names_filter, device)
     with nullcontext() if recorder is None else recorder.listening():
         captured = recorder is not None
-        generation = start_generation(
-            model,
-            input,
-            is_captured=captured,
-            feeds_last=captured and include_last,
-            **arguments,
-        )
+        feeds_last = captured and include_last
+        generation = start_generation(model, input, captured, feeds_last, **arguments)
         if recorder is not None:
             recorder.check_budget(len(generation.tokens), generation.expected_stop)
         logits = run_through(generation, verbose, output_logits)
