@@ -17,6 +17,7 @@ from transformer_lens_lite.kv_cache import (
     TransformerLensKeyValueCacheEntry,
 )
 from transformer_lens_lite.model import HookedTransformer, Output
+from transformer_lens_lite.prefixes import PrefixCache
 from transformer_lens_lite.root_module import HookedRootModule, UnknownHookError
 from transformer_lens_lite.steps import StepContext
 from transformer_lens_lite.utils import Slice, get_act_name
@@ -40,6 +41,7 @@ __all__ = [
     "KeyValueCacheEntry",
     "LensHandle",
     "Output",
+    "PrefixCache",
     "Slice",
     "StepContext",
     "TransformerLensKeyValueCache",

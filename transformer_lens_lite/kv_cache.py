@@ -9,7 +9,9 @@ is the classic [batch, pos, kv_head, d_head].
 """
 
 import copy
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from transformer_lens_lite import kv_formats
 from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.fingerprint import EditingHooks, Filling, Fingerprint
 
 NewKeys = Float[Tensor, "batch kv_head new_pos d_head"]
 NewValues = Float[Tensor, "batch kv_head new_pos d_value"]
@@ -335,6 +339,15 @@ class KeyValueCacheEntry:
         rows = indices // (self.batch_size // len(keys))
         return keys.index_select(0, rows), values.index_select(0, rows)
 
+    @classmethod
+    def holding(cls, keys: StoredKeys, values: StoredValues) -> "KeyValueCacheEntry":
+        """An entry of these."""
+        batch, n_kv_heads, length, d_head = keys.shape
+        shape = (batch, n_kv_heads, d_head)
+        new = cls(shape, keys.dtype, keys.device, d_value=values.shape[3])
+        new._keys, new._values, new._length = keys, values, length
+        return new
+
     def branch(self, batch_size: int, max_len: int | None = None) -> "KeyValueCacheEntry":
         """A growing entry whose prefix is what this one holds, shared and not copied."""
         if not torch.is_inference_mode_enabled():
@@ -393,6 +406,11 @@ class KeyValueCache:
         # None: no position is padding. Kept so, the common case needs no mask anywhere.
         self._mask = previous_attention_mask
         self.n_forwards = 0  # that were stored here
+        self._origin: Fingerprint | None = None  # known once frozen, saved or pickled
+        self._filling: Filling | None = None
+        self._hooks: EditingHooks | None = None
+        self._trusted: Callable[[], Any] | None = None  # the model last checked, if it still lives
+        self._is_checked = True
 
     @classmethod
     def init_cache(
@@ -474,6 +492,44 @@ class KeyValueCache:
             self._mask = joined
         return joined
 
+    # -- whose it is --
+
+    @property
+    def origin(self) -> Fingerprint | None:
+        """The model that filled this cache. None: nobody has, it is gone, or it is not asked."""
+        if self._origin is None and self._filling is not None:
+            return self._filling.fingerprint()
+        return self._origin
+
+    def check_model(self, model: Any) -> None:
+        """ValueError when a frozen or loaded cache, or a branch of one, was filled by another
+        model, by other weights, or without hooks there are now.
+
+        Called before every forward. A cache that grows is checked when a model first reads it.
+        """
+        if not self._is_checked or torch.compiler.is_compiling():
+            return
+        if self._origin is not None:
+            if self.frozen or self._trusted is None or self._trusted() is not model:
+                self._origin.check(model)
+                if self._hooks is not None:
+                    self._hooks.check(model)
+                self._trusted = weakref.ref(model)
+        elif self._filling is None or not self.length:
+            self._filling = Filling(model) if not self.length else None
+        elif self._filling.model() is not model:
+            self._filling.is_mixed = True
+
+    def remember_hooks(self, hooks: EditingHooks) -> None:
+        """Refuse hooks from now on that are not among these and would have acted here."""
+        self._hooks = hooks
+
+    def unchecked(self) -> "KeyValueCache":
+        """This cache, in the same memory, for any model whose sizes fit."""
+        view = copy.copy(self)
+        view._is_checked = False
+        return view
+
     # -- editing at rest --
 
     def edit(self, layer: Any, pos: Any, keys: Any = None, values: Any = None) -> None:
@@ -511,6 +567,8 @@ class KeyValueCache:
 
     def _set_frozen(self, frozen: bool) -> None:
         self.frozen = frozen
+        if frozen:
+            self._origin = self.origin
         for entry in self.entries:
             entry.frozen = frozen
             if frozen:  # a prefix is data: graphs that made it are not kept alive through it
@@ -571,6 +629,10 @@ class KeyValueCache:
                 raise ValueError(f"cache {i} has {len(cache)} layers, the first {len(first)}")
             for mine, its in zip(first.entries, cache.entries, strict=True):
                 mine.check_kind(its._keys)
+        origins = [cache.origin for cache in caches if cache.origin is not None]
+        for i, origin in enumerate(origins):
+            if origin != origins[0]:
+                raise ValueError(f"cache {i} was filled by another model than those before it")
         entries = []
         for layers in zip(*(cache.entries for cache in caches), strict=True):
             keys, values = (
@@ -586,6 +648,8 @@ class KeyValueCache:
         masks = [F.pad(c.previous_attention_mask, (length - c.length, 0)) for c in caches]
         mask = torch.cat(masks)
         stacked = first._made_of(entries, None if bool(mask.all()) else mask)
+        stacked._filling, stacked._origin = None, origins[0] if origins else None
+        stacked._hooks = EditingHooks.shared([cache._hooks for cache in caches if cache._hooks])
         stacked._set_frozen(all(cache.frozen for cache in caches))
         return stacked
 
@@ -604,7 +668,8 @@ class KeyValueCache:
 
     def __getstate__(self) -> dict[str, Any]:
         mask = None if self._mask is None else compact(self._mask)
-        return dict(self.__dict__, _mask=mask)
+        own = {"_mask": mask, "_origin": self.origin, "_filling": None, "_trusted": None}
+        return {**self.__dict__, **own}
 
     def _with(self, on_keys: Any, on_mask: Any) -> "KeyValueCache":
         entries = [
@@ -631,6 +696,90 @@ class KeyValueCache:
         branch = self._made_of(entries, mask)
         branch.frozen, branch.n_forwards = False, 0
         return branch
+
+    # -- files, and Hugging Face --
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is stored to a safetensors file, with all there is to know about it. Shared
+        prefixes are written once. An existing file is replaced when the new one is whole."""
+        tensors, origin = {}, self.origin
+        for layer, entry in enumerate(self.entries):
+            tail = (entry._keys[:, :, : entry._length], entry._values[:, :, : entry._length])
+            for part, (keys, values) in enumerate((*entry.prefix, tail)):
+                tensors[f"{layer}.{part}.keys"] = compact(keys)
+                tensors[f"{layer}.{part}.values"] = compact(values)
+        if self._mask is not None:
+            tensors["mask"] = compact(self._mask)
+        facts = {
+            "frozen": self.frozen,
+            "is_checked": self._is_checked,
+            "hooks_of": None if self._hooks is None else self._hooks.length,
+            "max_len": [entry.max_len for entry in self.entries],
+            "n_prefixes": [len(entry.prefix) for entry in self.entries],
+            "origin": None if origin is None else vars(origin),
+        }
+        kv_formats.write(path, tensors, facts)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], device: torch.device | str | None = None
+    ) -> "KeyValueCache":
+        """What `save` wrote. On the CPU its memory is the file's, read where it is looked at.
+
+        Raises: FileNotFoundError; ValueError for a damaged file, or one of something else.
+        """
+        tensors, facts = kv_formats.read(path, device)
+        entries = []
+        for layer, (n_prefixes, max_len) in enumerate(
+            zip(facts["n_prefixes"], facts["max_len"], strict=True)
+        ):
+            *prefix, tail = [
+                (tensors[f"{layer}.{part}.keys"], tensors[f"{layer}.{part}.values"])
+                for part in range(n_prefixes + 1)
+            ]
+            entry = KeyValueCacheEntry.holding(*tail)
+            entry.prefix, entry.max_len = tuple(prefix), max_len
+            entries.append(entry)
+        cache = cls(entries, tensors.get("mask"))
+        cache._set_frozen(facts["frozen"])
+        cache._is_checked = facts["is_checked"]
+        if facts["origin"] is not None:
+            cache._origin = Fingerprint(**facts["origin"])
+        if facts["hooks_of"] is not None:
+            cache._hooks = EditingHooks(facts["hooks_of"])
+        return cache
+
+    def to_hf(self) -> Any:
+        """A transformers DynamicCache of copies of all positions, windows or not, from which a
+        Hugging Face model continues. Give that model `previous_attention_mask` and its own."""
+        return kv_formats.hf_cache(
+            [
+                (entry.past_keys.transpose(1, 2).clone(), entry.past_values.transpose(1, 2).clone())
+                for entry in self.entries
+            ]
+        )
+
+    @classmethod
+    def from_hf(
+        cls,
+        cache: Any,
+        cfg: HookedTransformerConfig,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> "KeyValueCache":
+        """A growing cache of copies of what a transformers DynamicCache holds.
+
+        Args:
+            cfg: of the model that is to continue.
+            attention_mask: 0 where it holds padding; None: nowhere.
+        Raises: ValueError when it holds a window only, or is of other sizes than `cfg`.
+        """
+        entries = [
+            KeyValueCacheEntry.holding(keys.clone(), values.clone())
+            for keys, values in kv_formats.layers_of_hf(cache, cfg)
+        ]
+        new = cls(entries)
+        new.padding = kv_formats.checked_mask(attention_mask, new.batch_size, new.length)
+        return new
 
     def nbytes(self) -> int:
         """Bytes of memory this cache keeps alive."""

@@ -32,6 +32,7 @@ from transformer_lens_lite.initialisation import initialise
 from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
 from transformer_lens_lite.module_paths import outputs_by_module
+from transformer_lens_lite.prefixes import PrefixMethods
 from transformer_lens_lite.root_module import NamedHooks, UnknownHookError
 from transformer_lens_lite.steps import Pos, StepContext, When, running
 from transformer_lens_lite.text import TextMethods
@@ -65,7 +66,7 @@ class Output(NamedTuple):
     loss: Tensor
 
 
-class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
+class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, CheckpointMethods):
     """A transformer decoder built from a `HookedTransformerConfig`.
 
         model = HookedTransformer.from_pretrained("tiny-lens")
@@ -463,6 +464,7 @@ class HookedTransformer(TextMethods, GenerationMethods, CheckpointMethods):
         for layer in layers:
             cache[layer].check_batch(batch)
             cache[layer].check_room(n_new)
+        cache.check_model(self)
         return lengths.pop() if lengths else cache.length
 
     def _joined_mask(

@@ -1,0 +1,614 @@
+"""Prefixes as values: files, Hugging Face's caches, whose they are, and finding them by tokens."""
+
+import copy
+import inspect
+import pickle
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import loud
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from transformer_lens_lite import fingerprint as fingerprints
+from transformer_lens_lite.kv_cache import KeyValueCache
+from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.prefixes import PrefixCache
+
+KINDS = pytest.mark.parametrize("kind", list(loud.KINDS))
+GREEDY: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+@torch.no_grad()
+def run(model: HookedTransformer, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids, **kwargs)
+
+
+def contents(cache: KeyValueCache) -> list[Tensor]:
+    stored = [t for e in cache.entries for t in (e.past_keys, e.past_values)]
+    return [t.detach().clone() for t in (*stored, cache.previous_attention_mask)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def nothing(x: Tensor, hook: Any) -> None:
+    """An editing hook as far as anyone can tell."""
+
+
+# --- model.prefix ---------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_prefix_continues_for_any_multiple_of_its_rows(kind: str) -> None:
+    model, suffix = loud.build(kind), loud.tokens(4, 4, 8)
+    _, ids, mask = loud.ragged([4, 7])
+    prefix = model.prefix(ids, attention_mask=mask)
+    assert (prefix.frozen, prefix.batch_size, prefix.length) == (True, 2, 7)
+    whole = torch.cat((ids.repeat_interleave(2, 0), suffix), 1)
+    whole_mask = torch.cat((mask.repeat_interleave(2, 0), torch.ones_like(suffix)), 1)
+    expected = run(model, whole, attention_mask=whole_mask)[:, 7:]
+    close(run(model, suffix, past_kv_cache=prefix), expected)
+    prefix.unfreeze()
+    run(model, suffix[:2], past_kv_cache=prefix)
+    assert prefix.length == 11
+
+
+def test_a_prefix_of_text_begins_with_bos_and_what_follows_does_not() -> None:
+    from tokenizers_for_tests import gpt2_like
+
+    model = loud.build("rotary", gpt2_like(), default_prepend_bos=True)
+    prefix = model.prefix("The cat sat")
+    assert prefix.length == model.to_tokens("The cat sat").shape[1]
+    out = run(model, " on the mat", past_kv_cache=prefix)
+    whole = torch.cat(
+        (model.to_tokens("The cat sat"), model.to_tokens(" on the mat", prepend_bos=False)), 1
+    )
+    close(out, run(model, whole)[:, prefix.length :])
+    with pytest.raises(ValueError, match="prefix is empty"):
+        model.prefix(torch.zeros(1, 0, dtype=torch.long))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_what_is_loaded_continues_as_what_was_saved(kind: str, tmp_path: Path) -> None:
+    model, suffix = loud.build(kind), loud.tokens(4, 3, 8)
+    _, ids, mask = loud.ragged([4, 7, 2, 5])
+    prefix = model.prefix(loud.tokens(1, 6))
+    branch = prefix.branch(4, max_len=12)
+    run(model, ids, attention_mask=mask, past_kv_cache=branch)
+    for name, cache in (("prefix", prefix), ("branch", branch)):
+        cache.save(tmp_path / name)
+        loaded = KeyValueCache.load(tmp_path / name)
+        assert same(contents(loaded), contents(cache))
+        assert (loaded.frozen, loaded.length) == (cache.frozen, cache.length)
+        assert [e.max_len for e in loaded.entries] == [e.max_len for e in cache.entries]
+        assert [len(e.prefix) for e in loaded.entries] == [len(e.prefix) for e in cache.entries]
+        ours, theirs = (run(model, suffix, past_kv_cache=c) for c in (loaded, cache))
+        close(ours, theirs)
+    stored = 3 * 2 * (6 + 4 * 7) * prefix[0].past_keys.shape[2] * 10 * 4
+    assert stored < (tmp_path / "branch").stat().st_size < stored + 10_000  # the prefix once
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".unfinished"] == []
+
+
+def test_a_loaded_prefix_lies_in_its_file_and_never_changes_it(tmp_path: Path) -> None:
+    model, path = loud.build("rotary_gqa"), tmp_path / "prefix"
+    model.prefix(loud.tokens(1, 40)).save(path)
+    before = path.read_bytes()
+    loaded = KeyValueCache.load(path)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    places = [tuple(int(x, 16) for x in line.split()[0].split("-")) for line in maps]
+    inside = [any(a <= e._keys.data_ptr() < b for a, b in places) for e in loaded.entries]
+    assert all(inside)
+    loaded.unfreeze()
+    loaded.edit(0, 0, keys=0.0)
+    run(model, loud.tokens(1, 3), past_kv_cache=loaded)
+    assert loaded.length == 43
+    assert path.read_bytes() == before
+
+
+def test_files_that_are_damaged_or_something_else_are_one_clear_error(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    good, path = tmp_path / "good", tmp_path / "bad"
+    loud.build().prefix(loud.tokens(1, 5)).save(good)
+    data = good.read_bytes()
+    save_file({"x": torch.zeros(2)}, tmp_path / "foreign")
+    wrong = {"empty": b"", "cut": data[:-9], "text": b"hello " * 40, "pickle": pickle.dumps([1])}
+    wrong |= {"head": data[:20], "foreign": (tmp_path / "foreign").read_bytes()}
+    for content in wrong.values():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="bad is not a saved KeyValueCache"):
+            KeyValueCache.load(path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        KeyValueCache.load(tmp_path / "nowhere")
+
+
+def test_saving_over_a_file_that_fails_keeps_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    path, cache = tmp_path / "kv", loud.build().prefix(loud.tokens(1, 5))
+    cache.save(path)
+    before = path.read_bytes()
+
+    def full_disk(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        cache.save(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["kv"]
+    assert path.read_bytes() == before
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def reading(hf: Any, cache: Any) -> dict[str, Any]:
+    """The argument by which a cache is given; transformers 5.24 renamed it."""
+    known = inspect.signature(hf.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache}
+
+
+FAMILIES = ["gpt2", "llama_gqa", "gpt_neox", "gemma2", "gptj", "phi"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_begun_here_continues_in_hugging_face_and_back(name: str, padded: bool) -> None:
+    from transformers import DynamicCache
+
+    hf = tiny.build(name)
+    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf, device="cpu")
+    ids, new = tiny.tokens(hf.config, 2, 20).split([14, 6], 1)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+    whole_mask = torch.cat((mask, torch.ones_like(new)), 1)
+    positions = (whole_mask.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask} if padded else {}
+    ours = model.prefix(ids, **given)
+    expected = run(model, torch.cat((ids, new), 1), attention_mask=whole_mask)[:, 14:]
+    with torch.no_grad():
+        there = hf(
+            new, attention_mask=whole_mask, position_ids=positions[:, 14:],
+            **reading(hf, ours.to_hf()),
+        ).logits  # fmt: skip
+        close(there, expected, 1e-4)
+        theirs = DynamicCache()
+        hf(ids, attention_mask=mask, position_ids=positions[:, :14], **reading(hf, theirs))
+        back = KeyValueCache.from_hf(theirs, model.cfg, **given)
+        close(model(new, past_kv_cache=back), expected, 1e-4)
+    for mine, its in zip(ours.entries, theirs.layers, strict=True):
+        real = mask.bool()
+        close(mine.past_keys[real], its.keys.transpose(1, 2)[real], 1e-4)
+    assert back.length == 20
+    assert theirs.get_seq_length() == 14  # a copy: growing here does not grow there
+
+
+def test_a_window_kept_by_hugging_face_is_refused() -> None:
+    from transformers import DynamicCache
+
+    hf = tiny.build("gemma2")
+    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf, device="cpu")
+    cache = DynamicCache(config=hf.config)
+    with torch.no_grad():
+        hf(tiny.tokens(hf.config, 1, 20), **reading(hf, cache))
+    with pytest.raises(ValueError, match=r"layer 0 holds \d of 20 positions.*without config="):
+        KeyValueCache.from_hf(cache, model.cfg)
+
+
+def test_foreign_caches_that_do_not_fit_are_refused() -> None:
+    from transformers import DynamicCache
+
+    model = loud.build("rotary_gqa")
+    other = loud.build("rotary").prefix(loud.tokens(2, 4)).to_hf()
+    good = model.prefix(loud.tokens(2, 4)).to_hf()
+    with pytest.raises(ValueError, match=r"layer 0 holds .*\(4, 10, 10\), the config says \(2, 10"):
+        KeyValueCache.from_hf(other, model.cfg)
+    with pytest.raises(ValueError, match="0 layers, the config 3"):
+        KeyValueCache.from_hf(DynamicCache(), model.cfg)
+    with pytest.raises(ValueError, match="takes a DynamicCache of transformers, got list"):
+        KeyValueCache.from_hf([], model.cfg)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2, 4\].*got \[2, 5\]"):
+        KeyValueCache.from_hf(good, model.cfg, torch.ones(2, 5, dtype=torch.long))
+    assert KeyValueCache.from_hf(good, model.cfg, torch.ones(2, 4, dtype=torch.long)).length == 4
+
+
+# --- whose it is ----------------------------------------------------------------------------------
+
+
+def scale(model: HookedTransformer) -> None:
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out[0, 0] += 1e-3
+
+
+def swap_heads(model: HookedTransformer) -> None:
+    weight = model.blocks[0].attn.W_Q
+    with torch.no_grad():
+        weight.copy_(weight.flip(0))
+
+
+def replace(model: HookedTransformer) -> None:
+    old = model.blocks[0].attn.W_Q
+    model.blocks[0].attn.W_Q = torch.nn.Parameter(old.detach() * 2)
+
+
+@pytest.mark.parametrize("change", [scale, swap_heads, replace])
+@pytest.mark.parametrize("how", ["frozen", "branch", "loaded", "pickled", "clone", "stack"])
+def test_changed_weights_are_refused_until_they_are_as_they_were(
+    change: Any, how: str, tmp_path: Path
+) -> None:
+    model, new = loud.build("rotary_gqa"), loud.tokens(1, 3)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    cache = model.prefix(loud.tokens(1, 6))
+    if how == "loaded":
+        cache.save(tmp_path / "kv")
+        cache = KeyValueCache.load(tmp_path / "kv")
+    elif how == "pickled":
+        cache = pickle.loads(pickle.dumps(cache))
+    elif how != "frozen":
+        made = {"branch": lambda: cache.branch(1), "clone": cache.clone}
+        cache = made.get(how, lambda: KeyValueCache.stack([cache]))()
+    change(model)
+    before, ran = contents(cache), []
+
+    def generate(ids: Tensor, past_kv_cache: KeyValueCache) -> None:
+        model.generate(ids, 2, past_kv_cache=past_kv_cache, **GREEDY)
+
+    with model.hooks(fwd_hooks=[("hook_embed", lambda x, hook: ran.append(1))]):
+        for use in (model, generate):
+            with pytest.raises(ValueError, match=r"another model: its weights.*unchecked\(\)"):
+                use(new, past_kv_cache=cache)
+    assert ran == []
+    assert same(contents(cache), before)
+    run(model, new, past_kv_cache=cache.unchecked())
+    if how != "branch":
+        model.load_state_dict(state)
+        run(model, new, past_kv_cache=cache)
+
+
+def test_another_model_is_refused_by_what_differs_and_an_equal_one_is_not() -> None:
+    cache = loud.build("rotary_gqa").prefix(loud.tokens(1, 6))  # the model is gone
+    new = loud.tokens(1, 3)
+    run(loud.build("rotary_gqa", use_attn_result=True), new, past_kv_cache=cache)
+    with pytest.raises(ValueError, match="attn_scores_soft_cap was -1.0 and is 1.5"):
+        loud.build("rotary_gqa", attn_scores_soft_cap=1.5)(new, past_kv_cache=cache)
+    with pytest.raises(ValueError, match="its weights are others"):
+        loud.build("rotary_gqa", seed=1)(new, past_kv_cache=cache)
+    view = cache.unchecked()
+    assert view[0].past_keys.data_ptr() == cache[0].past_keys.data_ptr()
+    run(loud.build("rotary_gqa", seed=1), new, past_kv_cache=view)
+    with pytest.raises(ValueError, match="its weights are others"):  # the view alone is free
+        loud.build("rotary_gqa", seed=1)(new, past_kv_cache=cache)
+
+
+def test_a_cache_filled_by_two_is_no_prefix_of_either() -> None:
+    models = [loud.build("rotary_gqa", seed=seed) for seed in (0, 1)]
+    cache = KeyValueCache.init_cache(models[0].cfg)
+    for model in models:
+        run(model, loud.tokens(1, 3), past_kv_cache=cache)  # growing, it is classic: anyone may
+    cache.freeze()
+    for model in models:
+        with pytest.raises(ValueError, match="another model"):
+            model(loud.tokens(1, 3), past_kv_cache=cache)
+
+
+def test_a_growing_cache_is_nobodys_and_costs_no_reading_of_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = loud.build("rotary_gqa")
+    readings: list[Any] = []
+    digest = fingerprints.weights_digest
+
+    def counted(model: Any) -> str:
+        readings.append(model)
+        return digest(model)
+
+    monkeypatch.setattr(fingerprints, "weights_digest", counted)
+    model.generate(loud.tokens(1, 4), 4, **GREEDY)
+    cache = KeyValueCache.init_cache(model.cfg)
+    run(model, loud.tokens(1, 4), past_kv_cache=cache)
+    scale(model)
+    run(model, loud.tokens(1, 4), past_kv_cache=cache)
+    assert readings == []
+    prefix = model.prefix(loud.tokens(1, 4))
+    for _ in range(3):
+        model.generate(loud.tokens(2, 2), 3, past_kv_cache=prefix, **GREEDY)
+    assert len(readings) == 1
+
+
+def test_the_digest_sees_bits_places_names_and_dtypes_and_no_strides() -> None:
+    seen = set()
+    for values in ([1.0, 2.0], [2.0, 1.0], [-1.0, 2.0], [0.0, 2.0], [-0.0, 2.0]):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            seen.add(int(fingerprints.hashed(torch.tensor(values, dtype=dtype))))
+    assert len(seen) == 15
+    long = torch.randn(3, fingerprints.CHUNK)
+    assert torch.equal(fingerprints.hashed(long), fingerprints.hashed(long.T.contiguous().T))
+    assert not torch.equal(fingerprints.hashed(long), fingerprints.hashed(long.flip(0)))
+    model = loud.build()
+    before = fingerprints.fingerprint(model)
+    model.blocks[0].attn.W_Q.data.mul_(2)  # moves no version
+    assert fingerprints.fingerprint(model) == before
+    fingerprints.forget(model)
+    assert fingerprints.fingerprint(model) != before
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def test_a_prefix_refuses_hooks_that_would_have_acted_on_it(tmp_path: Path) -> None:
+    model, new, point = loud.build("rotary_gqa"), loud.tokens(2, 3), "blocks.1.hook_resid_pre"
+    plain = model.prefix(loud.tokens(1, 6))
+    with model.hooks(fwd_hooks=[(point, nothing)]):
+        for use in (model, partial(model.generate, stop_at_eos=False)):
+            with pytest.raises(ValueError, match=r"nothing on 'blocks.1.*its 6 positions.*pos=sl"):
+                use(new, past_kv_cache=plain)
+        run(model, new, past_kv_cache=plain.unchecked())
+        under = model.prefix(loud.tokens(1, 6))
+        run(model, new, past_kv_cache=under)  # the same hook was there
+        classic = KeyValueCache.init_cache(model.cfg)
+        run(model, loud.tokens(1, 6), past_kv_cache=classic)
+        classic.freeze()
+        run(model, new, past_kv_cache=classic)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", nothing)]):
+        run(model, new, past_kv_cache=classic)  # classic code hooks what follows a prefix
+        with pytest.raises(ValueError, match="blocks.0"):
+            model(new, past_kv_cache=under)
+        with pytest.raises(ValueError, match="blocks.0"):
+            model(new, past_kv_cache=KeyValueCache.stack([plain, under]))
+    run(model, new, past_kv_cache=under)  # an edited past may be continued without the edit
+    model.run_with_cache(new, past_kv_cache=plain)  # listeners only look
+    under.save(tmp_path / "kv")
+    with model.hooks(fwd_hooks=[(point, nothing)]):
+        for loaded in (KeyValueCache.load(tmp_path / "kv"), copy.deepcopy(under)):
+            with pytest.raises(ValueError, match="was not there"):  # not known any more
+                model(new, past_kv_cache=loaded)
+
+
+class Limited:
+    """A handle as hooks with limits have them."""
+
+    def __init__(self, when: Any = "all", pos: Any = None) -> None:
+        self.when, self.pos = when, pos
+
+
+class From:
+    """Columns from one on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def within(self, start: int, stop: int) -> slice | None:
+        return slice(self.first, stop) if self.first < stop else None
+
+
+@pytest.mark.parametrize(
+    ("limits", "acts"),
+    [
+        ({}, True), ({"when": "prefill"}, True), ({"when": "decode"}, False), ({"when": 0}, True),
+        ({"when": 2}, False), ({"when": [1, 2]}, False), ({"when": [0, 2]}, True),
+        ({"when": slice(1, None)}, False), ({"when": slice(None)}, True),
+        ({"when": lambda step: False}, True), ({"pos": From(6)}, False), ({"pos": From(5)}, True),
+        ({"pos": From(5), "when": "decode"}, False),
+    ],
+)  # fmt: skip
+def test_hooks_limited_to_what_follows_do_not_act_on_a_prefix(limits: Any, acts: bool) -> None:
+    assert fingerprints.acts_on(Limited(**limits), 6) == acts
+
+
+# --- PrefixCache ----------------------------------------------------------------------------------
+
+
+def prompts(*starts: Tensor, lengths: tuple[int, ...], seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Rows that begin so and go on differently, padded on the left: (ids, mask)."""
+    rows = [
+        torch.cat((start[0], loud.tokens(1, n, seed + i)[0]))
+        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
+    return ids, mask
+
+
+def check(prefixes: PrefixCache, ids: Tensor, mask: Tensor | None = None) -> None:
+    """Results are those of the model, with and without the trie."""
+    model = prefixes.model
+    with torch.no_grad():
+        expected = model.next_logits(ids, attention_mask=mask)
+    close(prefixes.next_logits(ids, mask), expected)
+    args = {"attention_mask": mask, "output_logits": True, **GREEDY}
+    ours, theirs = (each.generate(ids, 4, **args) for each in (prefixes, model))
+    assert torch.equal(ours.sequences, theirs.sequences)
+    close(torch.stack(ours.logits), torch.stack(theirs.logits))
+
+
+@KINDS
+def test_prompts_that_begin_alike_start_from_there(kind: str) -> None:
+    model, start, other = loud.build(kind), loud.tokens(1, 8), loud.tokens(1, 8, 3)
+    prefixes = PrefixCache(model, 2**20)
+    check(prefixes, *prompts(start, start, start, lengths=(3, 5, 1)))
+    assert (prefixes.hits, prefixes.misses) == (3, 3)  # the second of the two found the first's
+    check(prefixes, *prompts(start, lengths=(4,), seed=20))
+    check(prefixes, *prompts(start, other, start, lengths=(2, 3, 6), seed=30))
+    check(prefixes, *prompts(start, start[:, :5], other[:, :2], lengths=(3, 9, 5), seed=5))
+    check(prefixes, *prompts(start[:, :1], other[:, :3], lengths=(0, 0)))
+    check(prefixes, loud.tokens(2, 1), None)
+
+
+def test_only_what_is_new_is_computed_and_what_is_shared_once() -> None:
+    model, start = loud.build("rotary_gqa"), loud.tokens(1, 20)
+    prefixes = PrefixCache(model, 2**20)
+    fed: list[tuple[int, int]] = []
+    forward = model._through_blocks
+
+    def counted(residual: Tensor, *args: Any) -> Tensor:
+        fed.append(tuple(residual.shape[:2]))
+        return forward(residual, *args)
+
+    model._through_blocks = counted
+    ids, mask = prompts(start, start, start, lengths=(3, 5, 2))
+    prefixes.next_logits(ids, mask)
+    assert fed == [(1, 20), (3, 4), (3, 1)]  # the common start, the rest, each last token
+    fed.clear()
+    prefixes.next_logits(ids, mask)
+    assert fed == [(3, 1)]
+    fed.clear()
+    ids, mask = prompts(start, start, lengths=(4, 4), seed=40)
+    prefixes.next_logits(ids, mask)
+    assert fed == [(2, 3), (2, 1)]
+
+
+def test_what_all_prompts_share_is_read_where_it_lies() -> None:
+    model, start = loud.build("rotary_gqa"), loud.tokens(1, 20)
+    prefixes = PrefixCache(model, 2**20)
+    rows = [start[0].tolist() + [i, i, i] for i in range(1, 4)]
+    prefixes._filled(rows)
+    (run_of_start,) = prefixes._root.children.values()
+    assert run_of_start.tokens == start[0].tolist()
+    cache = prefixes._filled(rows)
+    first = cache[1].prefix[0][0]
+    assert first.shape[0] == 1
+    assert first.data_ptr() == run_of_start.layers[1][0].data_ptr()
+    bytes_of_a_token = 3 * 2 * 2 * 10 * 4
+    assert prefixes.nbytes == (20 + 3 * 2) * bytes_of_a_token
+
+
+def test_the_least_recently_used_go_first_and_the_limit_holds() -> None:
+    model, starts = loud.build("rotary_gqa"), [loud.tokens(1, 11, seed) for seed in range(4)]
+    per_prompt = 10 * 3 * 2 * 2 * 10 * 4
+    prefixes = PrefixCache(model, 2 * per_prompt)
+    for i in (0, 1, 0, 2):
+        check(prefixes, starts[i])
+        assert prefixes.nbytes <= 2 * per_prompt
+    hits = prefixes.hits
+    prefixes.next_logits(starts[0])
+    assert prefixes.hits == hits + 1  # used again before 2 came, so 1 went
+    prefixes.next_logits(starts[1])
+    assert prefixes.hits == hits + 1
+    nothing_kept = PrefixCache(model, 0)
+    check(nothing_kept, starts[0])
+    assert nothing_kept.nbytes == 0
+    assert repr(nothing_kept) == "PrefixCache(0 tokens, 0.0 of 0.0 MiB, 0 hits, 2 misses)"
+    with pytest.raises(ValueError, match="max_bytes"):
+        PrefixCache(model, -1)
+
+
+def test_changed_weights_flags_and_hooks_are_noticed() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 9)
+    prefixes = PrefixCache(model, 2**20)
+    check(prefixes, ids)
+    scale(model)
+    check(prefixes, ids)
+    model.set_ungroup_grouped_query_attention(True)
+    check(prefixes, ids)
+    hits = prefixes.hits
+
+    def double(x: Tensor, hook: Any) -> Tensor:
+        return 2 * x
+
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_mid", double)]):
+        check(prefixes, ids)
+    assert prefixes.hits == hits
+    check(prefixes, ids)
+    assert prefixes.hits > hits
+
+
+def test_arguments_that_look_at_the_prompt_and_bad_ones_are_the_models() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 9)
+    prefixes = PrefixCache(model, 2**20)
+    prefixes.next_logits(ids)
+    state = repr(prefixes)
+    args: dict[str, Any] = {"repetition_penalty": 5.0, **GREEDY}
+    assert torch.equal(prefixes.generate(ids, 6, **args), model.generate(ids, 6, **args))
+    right = torch.tensor([[1] * 9, [1] * 8 + [0]])
+    wrong: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("top_k", (ids, 3), {"top_k": -1}),
+        ("max_new_tokens", (ids, -1), {}),
+        ("n_ctx=48", (ids, 48), {"stop_at_eos": False}),
+        ("end in padding", (ids, 3), {"attention_mask": right}),
+        ("empty", (ids[:, :0], 3), {}),
+        ("return_type", (ids, 3), {"return_type": "json"}),
+    ]
+    for message, given, keywords in wrong:
+        with pytest.raises(ValueError, match=message):
+            prefixes.generate(*given, **{"stop_at_eos": False, **keywords})
+    assert repr(prefixes) == state
+    assert torch.equal(prefixes.generate(ids, 0, **GREEDY), ids)
+
+
+@pytest.mark.parametrize("texts", ["Hello there, world", ["Hello", "Hello there, world", "No"]])
+def test_texts_go_in_and_texts_come_out(texts: Any) -> None:
+    from tokenizers_for_tests import gpt2_like
+
+    model = loud.build("rotary", gpt2_like(), default_prepend_bos=True)
+    prefixes = PrefixCache(model, 2**20)
+    for return_type in ("input", "str", "tokens"):
+        args = {"return_type": return_type, **GREEDY}
+        ours, theirs = (each.generate(texts, 5, **args) for each in (prefixes, model))
+        assert type(ours) is type(theirs)
+        assert torch.equal(ours, theirs) if return_type == "tokens" else ours == theirs
+    sampled = [
+        each.generate(texts, 8, generator=torch.Generator().manual_seed(3), stop_at_eos=False)
+        for each in (prefixes, model)
+    ]
+    assert sampled[0] == sampled[1]
+    assert prefixes.hits > 0
+
+
+def test_frequencies_that_depend_on_the_length_are_left_to_the_model() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    prefixes = PrefixCache(loud.build("rotary", rotary_scaling=scaling), 2**20)
+    for length in (6, 12):
+        check(prefixes, loud.tokens(1, length))
+    assert prefixes.nbytes == 0
+
+
+# --- several at once ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trie"])
+def test_two_threads_generate_what_one_after_the_other_does(kind: str) -> None:
+    model = loud.build("rotary_window")
+    prefix = model.prefix(loud.tokens(1, 8))
+    before, given = contents(prefix), [loud.tokens(2, 3, seed) for seed in range(2)]
+    whole = [torch.cat((loud.tokens(1, 8).expand(2, -1), each), 1) for each in given]
+    trie = PrefixCache(model, 2**20)
+
+    def work(i: int, into: dict[int, Tensor], sharing: bool = True) -> None:
+        if kind == "frozen":
+            into[i] = model.generate(given[i], 6, past_kv_cache=prefix, **GREEDY)
+        elif sharing:
+            into[i] = trie.generate(whole[i], 6, **GREEDY)
+        else:
+            into[i] = model.generate(whole[i], 6, **GREEDY)
+
+    alone: dict[int, Tensor] = {}
+    for i in range(2):
+        work(i, alone, sharing=False)
+    for _ in range(20):
+        together: dict[int, Tensor] = {}
+        threads = [threading.Thread(target=work, args=(i, together)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for i in range(2):
+            assert torch.equal(together[i], alone[i])
+    assert same(contents(prefix), before)

@@ -1,0 +1,192 @@
+"""Which model, and which hooks, keys and values were computed by.
+
+A cache is only a continuation for the model that filled it: another one, or the same one with other
+weights, would read it as noise and say nothing.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+# fields of a config that change no activation
+NO_MATTER = frozenset({
+    "model_name", "tokenizer_name", "default_prepend_bos", "tokenizer_prepends_bos",
+    "trust_remote_code", "use_attn_result", "use_split_qkv_input", "use_attn_in",
+    "use_hook_mlp_in", "use_hook_tokens", "init_weights", "init_mode", "initializer_range", "seed",
+    "device", "n_devices", "original_architecture", "from_checkpoint", "checkpoint_index",
+    "checkpoint_label_type", "checkpoint_value", "n_params",
+})  # fmt: skip
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**16  # elements hashed by one product: they stay in a core's cache
+WITHOUT_CHECK = "Fill it anew, or use cache.unchecked() to go without this check"
+
+WeightsVersion = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The config that matters, field by field, and a digest of all weights' bytes."""
+
+    config: dict[str, Any]
+    weights: str
+
+    def check(self, model: Any) -> None:
+        """ValueError unless the model is of this config and these weights, saying what differs."""
+        if (its := fingerprint(model)) == self:
+            return
+        fields = self.config.keys() | its.config.keys()
+        differ = [
+            f"{name} was {self.config.get(name)!r} and is {its.config.get(name)!r}"
+            for name in sorted(fields)
+            if self.config.get(name) != its.config.get(name)
+        ]
+        what = "; ".join(differ) or "its weights are others than this model has now"
+        raise ValueError(f"this cache was filled by another model: {what}. {WITHOUT_CHECK}")
+
+
+# a fingerprint is taken once per version of the weights; beside the models, which are pickled
+_taken: "weakref.WeakKeyDictionary[Any, tuple[WeightsVersion, str]]" = weakref.WeakKeyDictionary()
+
+
+def fingerprint(model: Any) -> Fingerprint:
+    """The fingerprint of a model as it is now.
+
+    Weights are read again when a parameter is another tensor than at the last reading, or its
+    version has moved, as every in-place operation moves it. Exception: operations on
+    `parameter.data` move no version; after them, `forget(model)`.
+    """
+    version = weights_version(model)
+    known, digest = _taken.get(model, ((), ""))
+    if known != version or not digest:
+        digest = weights_digest(model)
+        _taken[model] = (version, digest)
+    config = json.loads(model.cfg.to_json())
+    return Fingerprint({k: v for k, v in config.items() if k not in NO_MATTER}, digest)
+
+
+def forget(model: Any) -> None:
+    """Have the weights read again at the next look: after edits through `parameter.data`."""
+    _taken.pop(model, None)
+
+
+def weights_version(model: Any) -> WeightsVersion:
+    """What changes, and costs nothing to read, when a weight is assigned or edited in place."""
+    return tuple(
+        (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
+    )
+
+
+def weights_digest(model: Any) -> str:
+    """A digest of names, shapes, dtypes and bytes of all parameters, wherever they lie.
+
+    The bytes are hashed where the weights are, as integers, so that the digest of the same weights
+    is the same on every device.
+    """
+    parameters = list(model.named_parameters())
+    sums = [int(each) for each in torch.stack([hashed(p).cpu() for _, p in parameters]).tolist()]
+    parts = [
+        f"{name} {list(p.shape)} {p.dtype} {total}"
+        for (name, p), total in zip(parameters, sums, strict=True)
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@torch.no_grad()
+def hashed(weights: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
+    """A sum of the elements' bits, each times an odd number of its place, modulo 2**64."""
+    bits = weights.detach().contiguous().view(INTEGER_OF_SIZE[weights.element_size()]).flatten()
+    places = multipliers(CHUNK, bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(CHUNK):
+        total = total * 6364136223846793005 + (chunk.long() * places[: len(chunk)]).sum()
+    return total
+
+
+def multipliers(n: int, device: torch.device) -> Int[Tensor, " n"]:
+    """Odd numbers without a pattern (SplitMix64's mixing of the place, Steele et al. 2014)."""
+    x = torch.arange(1, n + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -4658895280553007687
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -7723592293110705685
+    return (x ^ ((x >> 31) & (2**33 - 1))) | 1
+
+
+class Filling:
+    """Who has been filling a cache that still grows: a model, at one version of its weights."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = weakref.ref(model)
+        self.version = weights_version(model)
+        self.is_mixed = False
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Of the model; None when it is gone, and one that fits no model when it has changed."""
+        model = self.model()
+        if model is None:
+            return None
+        mine = fingerprint(model)
+        mixed = self.is_mixed or self.version != weights_version(model)
+        return Fingerprint(mine.config, "of several models or versions") if mixed else mine
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+class EditingHooks:
+    """The hooks that could edit the columns of a prefix while it was computed."""
+
+    def __init__(self, length: int, hooks: Iterable[tuple[str, Any]] = ()) -> None:
+        self.length = length
+        self.hooks = list(hooks)
+
+    @classmethod
+    def shared(cls, several: "list[EditingHooks]") -> "EditingHooks | None":
+        """Those under which all of several prefixes were computed."""
+        if not several:
+            return None
+        common = [hook for hook in several[0].hooks if all(hook in each.hooks for each in several)]
+        return cls(max(each.length for each in several), common)
+
+    def check(self, model: Any) -> None:
+        """ValueError when the model now has others, which would have acted on the prefix too."""
+        for name, hook in editing_hooks(model, self.length):
+            if (name, hook) not in self.hooks:
+                called = getattr(hook, "__qualname__", repr(hook))
+                raise ValueError(
+                    f"the hook {called} on {name!r} was not there when this prefix was computed, "
+                    f"and would have acted on its {self.length} positions. Compute the prefix with "
+                    f"it, limit it to later ones (pos=slice({self.length}, None) or "
+                    "when='decode'), or use cache.unchecked() to go without this check"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"length": self.length, "hooks": []}  # functions do not outlive their process
+
+
+def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
+    """(point, function) of the forward hooks that may act on the first `length` columns, torch's
+    own among them; those marked as listeners only look."""
+    for name, point in model.hook_dict.items():
+        for hook in (*point._forward_pre_hooks.values(), *point._forward_hooks.values()):
+            yield name, hook
+        for handle in point.fwd_hooks:
+            if not handle.is_listener and acts_on(handle, length):
+                yield name, handle.user_hook
+
+
+def acts_on(handle: Any, length: int) -> bool:
+    """Whether a hook's limits let it act in a prefill of `length` columns; when in doubt, yes."""
+    when, columns = getattr(handle, "when", "all"), getattr(handle, "pos", None)
+    if columns is not None and columns.within(0, length) is None:
+        return False
+    if isinstance(when, int):
+        return when == 0
+    if isinstance(when, slice):
+        return 0 in range(1)[when]
+    return 0 in when if isinstance(when, list | range) else when != "decode"

@@ -1,0 +1,115 @@
+"""Key-value caches outside of this process and this library: files, and Hugging Face's class."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from transformer_lens_lite.config import HookedTransformerConfig
+
+FORMAT = "transformer_lens_lite.KeyValueCache 1"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """A safetensors file: whole or not there."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    metadata = {"format": FORMAT, "facts": json.dumps(facts)}
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".unfinished")
+    os.close(handle)
+    try:
+        save_file({k: t.contiguous() for k, t in tensors.items()}, unfinished, metadata=metadata)
+        Path(unfinished).replace(path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def read(
+    path: str | os.PathLike[str], device: torch.device | str | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, facts) of a file that `write` wrote; on the CPU the tensors are mapped from it.
+
+    Raises: FileNotFoundError; ValueError for a damaged file, or one that holds something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(metadata["facts"])
+    except (SafetensorError, ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{path} is not a saved KeyValueCache ({error})") from error
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def hf_cache(
+    layers: list[tuple[Float[Tensor, "batch kv_head pos _"], Float[Tensor, "batch kv_head pos _"]]],
+) -> Any:
+    """A DynamicCache that holds these keys and values, every layer all of them."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys, values, layer)
+    return cache
+
+
+def layers_of_hf(
+    cache: Any, cfg: HookedTransformerConfig
+) -> Iterator[tuple[Float[Tensor, "batch kv_head pos _"], Float[Tensor, "batch kv_head pos _"]]]:
+    """Keys and values of a Hugging Face cache, layer by layer. ValueError for what does not hold
+    all positions, or is of another model's sizes."""
+    if not hasattr(cache, "get_seq_length") or not hasattr(cache, "__iter__"):
+        raise ValueError(
+            f"from_hf takes a DynamicCache of transformers, got {type(cache).__name__}"
+        )
+    layers = [layer[:2] for layer in cache]
+    if len(layers) != cfg.n_layers:
+        raise ValueError(f"the cache has {len(layers)} layers, the config {cfg.n_layers}")
+    length = max(cache.get_seq_length(i) for i in range(len(layers)))
+    for i, ((keys, values), spec) in enumerate(zip(layers, cfg.block_specs(), strict=True)):
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.ndim != 4:
+            raise ValueError(f"layer {i} holds no keys and values")
+        if keys.shape[2] != length:
+            raise ValueError(
+                f"layer {i} holds {keys.shape[2]} of {length} positions: Hugging Face kept a "
+                "window only. Fill a DynamicCache() made without config=: it keeps everything"
+            )
+        attention = spec.attention
+        expected = (attention.n_kv_heads, attention.d_head, attention.d_value)
+        got = (keys.shape[1], keys.shape[3], values.shape[3])
+        if got != expected:
+            raise ValueError(
+                f"layer {i} holds (kv heads, d_head, d_value) {got}, the config says {expected}"
+            )
+        yield keys, values
+
+
+def checked_mask(
+    mask: Int[Tensor, "batch pos"] | None, batch: int, length: int
+) -> Int[Tensor, "batch pos"] | None:
+    """The mask where anything is padding. ValueError when it is not [batch, length]."""
+    if mask is None:
+        return None
+    if list(mask.shape) != [batch, length]:
+        raise ValueError(
+            f"attention_mask must be [{batch}, {length}], as the cache is, got {list(mask.shape)}"
+        )
+    return None if bool(mask.all()) else mask.long()
