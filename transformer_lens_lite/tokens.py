@@ -398,14 +398,7 @@ class Tokens:
         chat template.
         """
         tokenizer, chats = self._needed(), as_chats(input)
-        if not tokenizer.chat_template:
-            name = tokenizer.name_or_path or type(tokenizer).__name__
-            raise ValueError(
-                f"messages need a chat template and the tokenizer {name!r} has none: set "
-                "model.tokenizer.chat_template, or pass a text"
-            )
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        texts = [tokenizer.apply_chat_template(list(chat), **how) for chat in chats]
+        texts = [self._by_template(chat, add_generation_prompt=True) for chat in chats]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         if prepend_bos and self.prepends(prepend_bos):
             bos = self.bos_token_id
@@ -422,11 +415,23 @@ class Tokens:
         """
         tokenizer = self._needed()
         (chat,) = as_chats(messages)
-        text = tokenizer.apply_chat_template(list(chat), tokenize=False)
+        text = self._by_template(chat)
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens are")
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return text, torch.tensor([made["input_ids"]]), made["offset_mapping"]
+
+    def _by_template(self, chat: Sequence[Any], **how: Any) -> str:
+        """The text a chat is for the model. ValueError for a tokenizer without a chat template."""
+        tokenizer = self._needed()
+        if not tokenizer.chat_template:
+            name = tokenizer.name_or_path or type(tokenizer).__name__
+            raise ValueError(
+                f"messages need a chat template and the tokenizer {name!r} has none: set "
+                "model.tokenizer.chat_template, or pass a text"
+            )
+        text: str = tokenizer.apply_chat_template(list(chat), tokenize=False, **how)
+        return text
 
     def _rows(self, texts: list[str], prepend_bos: bool | None) -> list[list[int]]:
         """Ids of each text, with one BOS in front where the rule says so."""
