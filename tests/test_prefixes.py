@@ -307,6 +307,15 @@ def test_a_cache_filled_by_two_is_no_prefix_of_either() -> None:
             model(loud.tokens(1, 3), past_kv_cache=cache)
 
 
+def test_another_models_use_of_a_copy_leaves_the_original_alone() -> None:
+    models = [loud.build("rotary_gqa", seed=seed) for seed in (0, 1)]
+    cache = KeyValueCache.init_cache(models[0].cfg)
+    run(models[0], loud.tokens(1, 3), past_kv_cache=cache)
+    run(models[1], loud.tokens(1, 3), past_kv_cache=cache.clone())
+    cache.freeze()
+    run(models[0], loud.tokens(1, 3), past_kv_cache=cache)
+
+
 def test_a_growing_cache_is_nobodys_and_costs_no_reading_of_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -373,6 +382,15 @@ def test_a_prefix_refuses_hooks_that_would_have_acted_on_it(tmp_path: Path) -> N
             model(new, past_kv_cache=KeyValueCache.stack([plain, under]))
     run(model, new, past_kv_cache=under)  # an edited past may be continued without the edit
     model.run_with_cache(new, past_kv_cache=plain)  # listeners only look
+    for limits in ({"when": "decode"}, {"pos": slice(6, None)}, {"pos": 7}):
+        with model.hooks(fwd_hooks=[(point, nothing)], on_zero_fire="ignore", **limits):
+            run(model, new, past_kv_cache=plain)
+            model.generate(new, 2, past_kv_cache=plain, **GREEDY)
+    with (
+        model.hooks(fwd_hooks=[(point, nothing)], pos=slice(5, None), on_zero_fire="ignore"),
+        pytest.raises(ValueError, match="was not there"),
+    ):
+        model(new, past_kv_cache=plain)
     under.save(tmp_path / "kv")
     with model.hooks(fwd_hooks=[(point, nothing)]):
         for loaded in (KeyValueCache.load(tmp_path / "kv"), copy.deepcopy(under)):

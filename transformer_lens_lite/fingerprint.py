@@ -7,9 +7,9 @@ weights, would read it as noise and say nothing.
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
@@ -51,8 +51,16 @@ class Fingerprint:
         raise ValueError(f"this cache was filled by another model: {what}. {WITHOUT_CHECK}")
 
 
+class Taken(NamedTuple):
+    """A fingerprint, and of what state of the model."""
+
+    version: WeightsVersion
+    fields: dict[str, Any]
+    fingerprint: Fingerprint
+
+
 # a fingerprint is taken once per version of the weights; beside the models, which are pickled
-_taken: "weakref.WeakKeyDictionary[Any, tuple[WeightsVersion, str]]" = weakref.WeakKeyDictionary()
+_taken: "weakref.WeakKeyDictionary[Any, Taken]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(model: Any) -> Fingerprint:
@@ -63,12 +71,17 @@ def fingerprint(model: Any) -> Fingerprint:
     `parameter.data` move no version; after them, `forget(model)`.
     """
     version = weights_version(model)
-    known, digest = _taken.get(model, ((), ""))
-    if known != version or not digest:
-        digest = weights_digest(model)
-        _taken[model] = (version, digest)
+    fields = dict(vars(model.cfg))
+    known = _taken.get(model)
+    if known is not None and known.version != version:
+        known = None
+    if known is not None and known.fields == fields:
+        return known.fingerprint
+    digest = weights_digest(model) if known is None else known.fingerprint.weights
     config = json.loads(model.cfg.to_json())
-    return Fingerprint({k: v for k, v in config.items() if k not in NO_MATTER}, digest)
+    mine = Fingerprint({k: v for k, v in config.items() if k not in NO_MATTER}, digest)
+    _taken[model] = Taken(version, fields, mine)
+    return mine
 
 
 def forget(model: Any) -> None:
@@ -77,10 +90,15 @@ def forget(model: Any) -> None:
 
 
 def weights_version(model: Any) -> WeightsVersion:
-    """What changes, and costs nothing to read, when a weight is assigned or edited in place."""
-    return tuple(
-        (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
-    )
+    """What changes, and costs little to read, when a weight is assigned or edited in place."""
+    version, waiting = [], [model]
+    while waiting:  # model.parameters() makes names too, which is most of its time
+        module = waiting.pop()
+        waiting += [child for child in module._modules.values() if child is not None]
+        for p in module._parameters.values():
+            if p is not None:
+                version.append((id(p), p.data_ptr(), 0 if p.is_inference() else p._version))
+    return tuple(version)
 
 
 def weights_digest(model: Any) -> str:
@@ -117,13 +135,18 @@ def multipliers(n: int, device: torch.device) -> Int[Tensor, " n"]:
     return (x ^ ((x >> 31) & (2**33 - 1))) | 1
 
 
+@dataclass(frozen=True)
 class Filling:
     """Who has been filling a cache that still grows: a model, at one version of its weights."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = weakref.ref(model)
-        self.version = weights_version(model)
-        self.is_mixed = False
+    model: Callable[[], Any]  # None when it is gone
+    version: WeightsVersion
+    is_mixed: bool = False  # others have been at it too
+
+    @classmethod
+    def by(cls, model: Any) -> "Filling":
+        """From now on by this model, as it is now."""
+        return cls(weakref.ref(model), weights_version(model))
 
     def fingerprint(self) -> Fingerprint | None:
         """Of the model; None when it is gone, and one that fits no model when it has changed."""
@@ -173,6 +196,8 @@ def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
     """(point, function) of the forward hooks that may act on the first `length` columns, torch's
     own among them; those marked as listeners only look."""
     for name, point in model.hook_dict.items():
+        if not point.listened:
+            continue
         for hook in (*point._forward_pre_hooks.values(), *point._forward_hooks.values()):
             yield name, hook
         for handle in point.fwd_hooks:

@@ -12,6 +12,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -516,9 +517,9 @@ class KeyValueCache:
                     self._hooks.check(model)
                 self._trusted = weakref.ref(model)
         elif self._filling is None or not self.length:
-            self._filling = Filling(model) if not self.length else None
+            self._filling = None if self.length else Filling.by(model)
         elif self._filling.model() is not model:
-            self._filling.is_mixed = True
+            self._filling = replace(self._filling, is_mixed=True)
 
     def remember_hooks(self, hooks: EditingHooks) -> None:
         """Refuse hooks from now on that are not among these and would have acted here."""
