@@ -810,3 +810,94 @@ def test_D6_a_saved_cache_is_the_same_cache(tmp_path: Any) -> None:
             ActivationCache.load(tmp_path / bad)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         ActivationCache.load(tmp_path / "nowhere")
+
+
+# --- nothing lost ---------------------------------------------------------------------------------
+
+FAILURES: list[tuple[int, BaseException]] = [
+    (0, RuntimeError("in a hook")),
+    (0, KeyboardInterrupt()),
+    (1, torch.OutOfMemoryError("out of memory")),
+    (2, KeyboardInterrupt()),
+    (3, RuntimeError("in a hook")),
+    (N, KeyboardInterrupt()),  # the forward of the last token
+]
+
+
+@pytest.mark.parametrize(("broken", "failure"), FAILURES)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_failure_at_any_step_loses_nothing(
+    broken: int, frozen: bool, failure: BaseException
+) -> None:
+    model, prefix, ids = loud.build("rotary_gqa"), loud.tokens(2, 3, seed=5), loud.tokens(2, P)
+    kv = KeyValueCache.init_cache(model.cfg, batch_size=2)
+    with torch.no_grad():
+        model(prefix, past_kv_cache=kv)
+    if frozen:
+        kv.freeze()
+    before = [(entry.past_keys.clone(), entry.past_values.clone()) for entry in kv.entries]
+    how: dict[str, Any] = {"max_new_tokens": N, "do_sample": False, "stop_at_eos": False}
+    whole, expected = model.generate(
+        ids, past_kv_cache=kv if frozen else kv.clone(), return_cache="resid_post", **how
+    )
+
+    def fail(value: Tensor, hook: HookPoint) -> None:
+        raise failure
+
+    handle = model.add_hook("blocks.1.hook_mlp_out", fail, when=broken)
+    with pytest.raises(type(failure)) as raised:
+        model.generate(ids, past_kv_cache=kv, return_cache="resid_post", **how)
+    handle.remove()
+    assert model.list_hooks() == {}
+    captured = raised.value.captured
+    got_through = P + broken - 1 if broken else 0
+    started = P + broken
+    assert captured["resid_post", 0].shape[1] == started
+    for layer, columns in ((0, started), (1, got_through), (2, got_through)):
+        if columns:
+            value = captured["resid_post", layer]
+            torch.testing.assert_close(value, expected["resid_post", layer][:, :columns], **CLOSE)
+        else:
+            assert ("resid_post", layer) not in captured
+    assert torch.equal(captured.tokens, whole[:, :started])
+    if broken:
+        assert captured.prefill["resid_post", 2].shape[1] == P
+    # the past is what got through: nothing of it where it is frozen
+    assert kv.frozen == frozen
+    assert kv.length == 3 + (0 if frozen else min(got_through, P + N - 1))
+    for entry, (keys, values) in zip(kv.entries, before, strict=True):
+        assert torch.equal(entry.past_keys[:, :3], keys)
+        assert torch.equal(entry.past_values[:, :3], values)
+    if frozen:
+        assert torch.equal(model.generate(ids, past_kv_cache=kv, **how), whole)
+    else:  # and it goes on from there
+        rest = whole[:, kv.length - 3 :]
+        again = model.generate(
+            rest[:, : max(1, started - got_through)], past_kv_cache=kv,
+            **{**how, "max_new_tokens": 1},
+        )  # fmt: skip
+        assert again.shape[1] == max(1, started - got_through) + 1
+
+
+def test_C1_a_long_capture_costs_little_more_than_what_it_keeps() -> None:
+    """Peak of live tensor bytes, from the allocator's own record."""
+    model, ids = loud.build("rotary_gqa", n_ctx=120), loud.tokens(1, 8)
+    name = "blocks.1.hook_resid_post"
+    how: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False, "stop_at_eos": False}
+
+    def peak(**more: Any) -> int:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            kept = model.generate(ids, **how, **more)
+        live = most = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                most = max(most, live)
+        del kept
+        return most
+
+    extra = peak(return_cache=name) - peak()
+    step = 24 * 4
+    assert extra <= 1.2 * (8 + 96) * step + step, extra

@@ -529,7 +529,10 @@ class ActivationCache(Mapping[str, Tensor]):
             base, _ = name_and_call(name)
             axes = record.axes.get(str(base), Axes(None))
             if name in record.calls and axes.pos is not None:
-                values[name] = at(value, self._axis(axes.pos), columns)
+                axis = self._axis(axes.pos)
+                # the last forward may have broken off before it came here
+                here = columns if columns.ndim > 1 else columns[columns < value.shape[axis]]
+                values[name] = at(value, axis, here)
             else:
                 kept = self._calls_at(record, str(base), columns)
                 if name in record.calls or any(f"{base}:{call.number}" == name for call in kept):

@@ -210,7 +210,10 @@ class Series:
         self.buffer = None
 
     def joined(self, forwards: list[Forward]) -> Any:
-        """All pieces as one value; `APART` when they are no consecutive columns."""
+        """All pieces as one value; `APART` when they are no consecutive columns.
+
+        A forward that broke off has left its last points without their last columns.
+        """
         if not forwards:  # the model does not say where it is
             return self.pieces[-1]
         if self.axes.pos is None:
@@ -219,7 +222,7 @@ class Series:
             alike = {piece.shape if isinstance(piece, Tensor) else None for piece in self.pieces}
             return torch.stack(self.pieces) if len(alike) == 1 and None not in alike else APART
         wanted = [number for number, forward in enumerate(forwards) if forward.n_kept]
-        if [call.forward for call in self.calls] != wanted:
+        if [call.forward for call in self.calls] != wanted[: len(self.calls)]:
             return APART
         if len(self.pieces) == 1 and self.buffer is None:
             return self.pieces[0]
@@ -227,7 +230,8 @@ class Series:
             self._join()
         assert self.buffer is not None
         whole = self.buffer.narrow(self.axes.pos, 0, self.filled)
-        return whole if self.axes.unseen is None else whole[..., : forwards[-1].stop]
+        last = forwards[self.calls[-1].forward]
+        return whole if self.axes.unseen is None else whole[..., : last.stop]
 
     def _join(self) -> None:
         """Move the pieces into a buffer of their own, one after the other."""

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -386,7 +386,7 @@ def generate(
     if output_scores and arguments["num_beams"] == 1:
         raise ValueError("output_scores=True is about beam search: pass num_beams=")
     recorder = recorder_of(model, return_cache, names_filter, device)
-    with nullcontext() if recorder is None else recorder.listening():
+    with listening(recorder):
         captured = recorder is not None
         feeds_last = captured and include_last
         generation = start_generation(model, input, captured, feeds_last, **arguments)
@@ -398,6 +398,20 @@ def generate(
         scores = generation.sequences_scores.clone() if isinstance(generation, BeamSearch) else None
         result = GenerateOutput(result, logits, scores)
     return result if recorder is None else (result, ActivationCache.of_one_run(recorder))
+
+
+@contextmanager
+def listening(recorder: Recorder | None) -> Iterator[None]:
+    """Whatever breaks the block off has what was captured until then as its `captured`."""
+    if recorder is None:
+        yield
+        return
+    try:
+        with recorder.listening():
+            yield
+    except BaseException as error:
+        error.captured = ActivationCache.of_one_run(recorder)  # type: ignore[attr-defined]
+        raise
 
 
 def recorder_of(model: Any, return_cache: Any, names_filter: Any, device: Any) -> Recorder | None:
@@ -549,7 +563,8 @@ class GenerationMethods:
                 and the scores a beam search gave its sequences.
             return_cache: return (result, `ActivationCache`), the activations of every step as they
                 were computed, hooks included, aligned to the columns of prompt and new tokens: True
-                (what `names_filter` says, kept on `device`), names, or a `CaptureSpec`.
+                (what `names_filter` says, kept on `device`), names, or a `CaptureSpec`. An error
+                on the way has what was captured until then as its attribute `captured`.
             include_last: run the last token too, which nothing needs but its activations.
         Raises: ValueError (or TypeError, for things of the wrong kind) for arguments that mean
             nothing, alone or together, before anything is run.
