@@ -69,6 +69,24 @@ def generate() -> Iterator[Row]:
         yield f"generate 64 + 48, {shape}", f"{ratio} × HF", f"≤ {reach}", milliseconds(ratio)
 
 
+def generate_ragged() -> Iterator[Row]:
+    """Greedy generation of a batch of 8 prompts of 8 to 64 tokens, padded on the left, 48 new."""
+    for shape, pairs, reach in (("gpt2-small", 5, "1.11"), ("toy", 15, "0.50")):
+        hf_model = hugging_face(shape)
+        model = ours_from(hf_model)
+        tokens, mask = prompt(shape, 8, 64), torch.ones(8, 64, dtype=torch.long)
+        for row in range(8):
+            mask[row, : 8 * row] = 0
+        how = {"attention_mask": mask, "max_new_tokens": 48, "do_sample": False}
+        ratio = compare(
+            functools.partial(model.generate, tokens, stop_at_eos=False, verbose=False, **how),
+            functools.partial(hf_model.generate, tokens, **how),
+            pairs,
+        )
+        note = f"{1 / ratio.median:.2f} × its throughput; {milliseconds(ratio)}"
+        yield f"generate 8 ragged, 48 new, {shape}", f"{ratio} × HF", f"≤ {reach}", note
+
+
 @torch.no_grad()
 def experts() -> Iterator[Row]:
     """Mixtures of few large and of many small experts, beside Hugging Face's own kernels."""
@@ -128,6 +146,24 @@ def continuations() -> Iterator[Row]:
     yield "32 continuations of 512, 16 + 16", f"{ratio} × faster", "–", milliseconds(ratio)
     note = f"tokens alone would make it {ideal:.1f} × faster"
     yield "their saving", f"{ratio.median / ideal:.2f} of that in tokens", "–", note
+
+
+def capture() -> Iterator[Row]:
+    """Every layer's resid_post through a generation, against the same generation."""
+    hf_model = hugging_face("gpt2-small")
+    model = ours_from(hf_model)
+    tokens = prompt("gpt2-small", 1, 64)
+    for new, pairs in ((16, 15), (256, 5)):
+        how = {"max_new_tokens": new, "do_sample": False, "stop_at_eos": False, "verbose": False}
+        ratio = compare(
+            lambda how=how: model.generate(
+                tokens, return_cache="resid_post", include_last=False, **how
+            ),
+            lambda how=how: model.generate(tokens, **how),
+            pairs,
+        )
+        what = f"capture 12 resid_post, 64 + {new}"
+        yield what, f"{ratio} × own generate", "≤ 1.03", milliseconds(ratio)
 
 
 @torch.no_grad()
@@ -225,6 +261,8 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
     "forward": forward,
     "cached_run": cached_run,
     "generate": generate,
+    "generate_ragged": generate_ragged,
+    "capture": capture,
     "experts": experts,
     "prefix": prefix,
     "continuations": continuations,
