@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite.activations import ActivationCache, MissingActivation, compact
-from transformer_lens_lite.capture import Axes, Call, Forward, Recording
 from transformer_lens_lite.config import closest
+from transformer_lens_lite.recording import Axes, Call, Forward, Recording
 
 FORMAT = "transformer_lens_lite.activations.1"
 VALUES = "values/"
@@ -103,9 +103,10 @@ def load_cache_and_tags(path: Path) -> tuple[ActivationCache, dict[str, Any]]:
             calls={n: [Call(*each) for each in calls] for n, calls in about["calls"].items()},
             axes={n: Axes(*each) for n, each in about["axes"].items()},
             forwards=[Forward(**each) for each in about["forwards"]],
+            has_batch_dim=about["has_batch_dim"],
             **{name: file.get_tensor(name) for name in OF_COLUMNS if name in names},
         )
-        cache = ActivationCache.of_recording(record, about["has_batch_dim"], about["n_layers"])
+        cache = ActivationCache.of_recording(record, n_layers=about["n_layers"])
         for name, span in about["spans"].items():
             is_pair = isinstance(span[0], int)
             cache._spans[name] = tuple(span) if is_pair else [tuple(each) for each in span]

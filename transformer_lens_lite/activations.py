@@ -1,9 +1,9 @@
 """What a run left behind: `ActivationCache`, a mapping from hook names to tensors."""
 
 import operator
-import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -11,15 +11,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from transformer_lens_lite.capture import ARGUMENTS, INPUT, Axes, Call, Forward, Recorder, Recording
+from transformer_lens_lite.capture import Recorder
 from transformer_lens_lite.config import closest
+from transformer_lens_lite.navigation import Node
+from transformer_lens_lite.recording import Recording, is_of_one_expert, name_and_call
 from transformer_lens_lite.steps import StepContext, Steps, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name
 
 CacheKey = str | tuple[Any, ...]
 # (first, last) columns of all rows, or one pair for each row
 Span = tuple[int, int] | list[tuple[int, int]]
-NAME_AND_CALL = re.compile(r"(.+):(\d+)")
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -42,14 +43,13 @@ class ActivationCache(Mapping[str, Tensor]):
     def __init__(
         self, cache_dict: Mapping[str, Tensor], model: Any = None, has_batch_dim: bool = True
     ) -> None:
-        self.has_batch_dim = has_batch_dim
         self._model = weakref.ref(model) if model is not None else None
         self._n_layers = None if model is None else model.cfg.n_layers
-        self._recorder: Recorder | None = None  # of what is still going on
+        self._record = Recording(dict(cache_dict), has_batch_dim=has_batch_dim)
+        self._recorder: Recorder | None = None  # while there may be more to come
         self._seen = -1
-        self._record = Recording(dict(cache_dict))
         self._spans: dict[str, Span] = {}
-        self._points: dict[str, str] = {}  # other names of the values
+        self._points: dict[str, str] = {}  # other names of the values, when the model is gone
 
     @classmethod
     def of_recorder(cls, recorder: Recorder) -> "ActivationCache":
@@ -61,26 +61,16 @@ class ActivationCache(Mapping[str, Tensor]):
     @classmethod
     def of_one_run(cls, recorder: Recorder) -> "ActivationCache":
         """What a recorder kept of its latest run; it will see no more."""
-        recorder.arrived()
-        if recorder.into is not None:
-            cache = cls({}, recorder.model, not recorder.remove_batch_dim)
-            cache._record.values = recorder.into
-            return cache
-        return cls._of(recorder.run.recording(), recorder.model, not recorder.remove_batch_dim)
-
-    @classmethod
-    def _of(cls, record: Recording, model: Any, has_batch_dim: bool) -> "ActivationCache":
-        cache = cls({}, model, has_batch_dim)
-        cache._record = record
-        return cache
+        return cls.of_recording(recorder.latest(), recorder.model)
 
     @classmethod
     def of_recording(
-        cls, record: Recording, has_batch_dim: bool = True, n_layers: int | None = None
+        cls, record: Recording, model: Any = None, n_layers: int | None = None
     ) -> "ActivationCache":
-        """A recording without a model, such as one that was saved."""
-        cache = cls._of(record, None, has_batch_dim)
-        cache._n_layers = n_layers
+        """A recording, with or without the model it is from."""
+        cache = cls({}, model)
+        cache._record = record
+        cache._n_layers = cache._n_layers or n_layers
         return cache
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -109,6 +99,15 @@ class ActivationCache(Mapping[str, Tensor]):
     def cache_dict(self, values: Mapping[str, Tensor]) -> None:
         self._recording().values = dict(values)
 
+    @property
+    def has_batch_dim(self) -> bool:
+        """Whether the first axis counts rows."""
+        return self._recording().has_batch_dim
+
+    @has_batch_dim.setter
+    def has_batch_dim(self, has_batch_dim: bool) -> None:
+        self._recording().has_batch_dim = has_batch_dim
+
     def _recording(self) -> Recording:
         recorder = self._recorder
         if recorder is not None and recorder.version != self._seen:
@@ -117,8 +116,7 @@ class ActivationCache(Mapping[str, Tensor]):
                     f"{len(recorder.runs)} texts were run here, one after the other: "
                     "cache.runs has a cache for each of them"
                 )
-            recorder.arrived()
-            self._record = recorder.run.recording()
+            self._record = recorder.latest()
             self._seen = recorder.version
         return self._record
 
@@ -128,8 +126,7 @@ class ActivationCache(Mapping[str, Tensor]):
         recorder = self._recorder
         if recorder is None:
             return [self]
-        recorder.arrived()
-        return [self._of(run.recording(), recorder.model, True) for run in recorder.runs]
+        return [self.of_recording(record, recorder.model) for record in recorder.recordings()]
 
     @property
     def has_embed(self) -> bool:
@@ -156,14 +153,18 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         record = self._recording()
-        owned = {name: compact(value) for name, value in record.values.items()}
-        left = Recording(**{**record.__dict__, "values": owned})
-        left.tokens, left.attention_mask = compact(left.tokens), compact(left.attention_mask)
-        points = {**self._points, **self._point_names()}
-        points = {path: name for path, name in points.items() if name in record.calls}
+        left = replace(
+            record,
+            values={name: compact(value) for name, value in record.values.items()},
+            tokens=compact(record.tokens),
+            attention_mask=compact(record.attention_mask),
+        )
         return self.__dict__ | {
-            "_model": None, "_recorder": None, "_record": left, "_points": points,
-        }  # fmt: skip
+            "_model": None,
+            "_recorder": None,
+            "_record": left,
+            "_points": {p: name for p, name in self._point_names().items() if name in record.calls},
+        }
 
     __eq__ = object.__eq__  # two caches are equal when they are the same one
     __hash__ = object.__hash__
@@ -176,8 +177,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if isinstance(key, str):
             if key in values:
                 return key
-            point = self._point_names().get(key) or self._points.get(key)
-            return point if point is not None else get_act_name(key)
+            return self._point_names().get(key) or get_act_name(key)
         if not isinstance(key, tuple) or not 1 <= len(key) <= 3:
             raise KeyError(f"a key is a name or (name, layer[, layer_type]), got {key!r}")
         name, layer, layer_type = (*key, None, None)[:3]
@@ -193,7 +193,7 @@ class ActivationCache(Mapping[str, Tensor]):
     def _point_names(self) -> dict[str, str]:
         """Hook names by the module whose output they hold, ours and Hugging Face's."""
         model = self._model_or_none()
-        return model.outputs_by_module() if hasattr(model, "outputs_by_module") else {}
+        return model.outputs_by_module() if hasattr(model, "outputs_by_module") else self._points
 
     def __getitem__(self, key: CacheKey) -> Tensor:
         values = self.cache_dict
@@ -207,17 +207,22 @@ class ActivationCache(Mapping[str, Tensor]):
             raise MissingActivation(self._why_missing(name))
         return values[name]
 
-    def _value(self, name: str) -> Any:
-        """What is kept under a full name, tensor or not."""
+    def value(self, name: str) -> Any:
+        """What is kept under a full name, a tensor or not."""
         others = self._recording().others
         return others[name] if name in others else self[name]
 
-    def _paths(self) -> list[str]:
-        """All names that lead to something cached."""
+    def paths(self) -> list[str]:
+        """All full names that lead to something cached: of points, and of modules whose output a
+        cached point holds."""
         record = self._recording()
-        points = {**self._points, **self._point_names()}
-        cached = list(dict.fromkeys([*record.calls, *record.values, *record.others]))
-        return cached + [path for path, name in points.items() if name in record.calls]
+        cached = dict.fromkeys([*record.calls, *record.values, *record.others])
+        points = self._point_names().items()
+        return [*cached, *(path for path, name in points if name in record.calls)]
+
+    def n_calls(self, name: str) -> int:
+        """How many calls of a point or module are cached."""
+        return len(self._recording().calls.get(name, ()))
 
     def _why_missing(self, name: str) -> str:
         message = f"{name!r} is not in this cache"
@@ -263,14 +268,12 @@ class ActivationCache(Mapping[str, Tensor]):
 
     # -- by the model's structure --
 
-    def __getattr__(self, part: str) -> "Node":
+    def __getattr__(self, part: str) -> Node:
         if part.startswith("_"):
             raise AttributeError(part)
-        model = self._model_or_none()
-        aliases = getattr(model, "aliases", {})
         node = Node(self, "")
-        for each in aliases.get(part, part).split("."):
-            node = node._child(each)
+        for each in getattr(self._model_or_none(), "aliases", {}).get(part, part).split("."):
+            node = node.child(each)
         return node
 
     # -- one call, one step --
@@ -288,22 +291,7 @@ class ActivationCache(Mapping[str, Tensor]):
                 f"call {number} of {name!r} was not kept: there are {len(calls)} calls ({kept}"
                 f"{', …' if len(calls) > 8 else ''})"
             )
-        if name not in record.values:
-            return self._value(f"{name}:{number}")
-        return self._part_of(record, name, calls.index(call), call)
-
-    def _part_of(self, record: Recording, name: str, place: int, call: Call) -> Tensor:
-        value, axes = record.values[name], record.axes[name]
-        if axes.pos is None:
-            return value if len(record.calls[name]) == 1 else value[place]
-        if not record.forwards:
-            return value
-        forward = record.forwards[call.forward]
-        part = value.narrow(self._axis(axes.pos), forward.first, forward.n_kept)
-        return part if axes.unseen is None else part[..., : forward.stop]
-
-    def _axis(self, axis: int) -> int:
-        return axis if self.has_batch_dim else axis - 1
+        return record.piece(name, call)
 
     def steps(self, name: str, layer: Any = None, layer_type: str | None = None) -> list[Tensor]:
         """What each call of a point saw, prefill first. Views of `cache[name]`."""
@@ -354,7 +342,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """(columns of the prompt, columns in all)."""
         forwards = self._recording().forwards
         prompt = sum(forward.n_kept for forward in forwards if forward.phase == "prefill")
-        return prompt, forwards[-1].last if forwards else 0
+        return prompt, self._recording().n_columns
 
     @property
     def spans(self) -> dict[str, Span]:
@@ -392,10 +380,7 @@ class ActivationCache(Mapping[str, Tensor]):
     @property
     def batch_size(self) -> int:
         """Rows."""
-        record = self._recording()
-        if record.attention_mask is not None:
-            return record.attention_mask.shape[0]
-        return next((len(value) for value in record.values.values()), 0)
+        return self._recording().batch_size
 
     # -- parts --
 
@@ -420,27 +405,24 @@ class ActivationCache(Mapping[str, Tensor]):
             batch: rows, likewise.
         Raises: KeyError, ValueError for what is not there.
         """
-        record = self._recording()
-        wanted = self._names_of(names, layers)
-        if steps is None and span is None and pos is None:
-            left = part_of_record(record, wanted)
-        else:
-            columns = self._columns_of(record, steps, span, pos)
+        record = self._recording().of_names(self._names_of(names, layers))
+        some_columns = not (steps is None and span is None and pos is None)
+        if some_columns:
             if record.columns is None:
                 raise ValueError("this cache was made from tensors alone, and knows no columns")
-            left = self._at_columns(part_of_record(record, wanted), columns)
-        new = self._like(left)
-        new._spans = {} if span is not None or pos is not None or steps else dict(self._spans)
+            record = record.of_columns(self._places(record, steps, span, pos))
+        spans = {} if some_columns else dict(self._spans)
         if batch is not None:
-            if not self.has_batch_dim:
+            if not record.has_batch_dim:
                 raise ValueError("this cache has no batch axis to select from")
-            new._take_rows(Slice.unwrap(batch))
-        return new
+            rows = self._rows(record, Slice.unwrap(batch))
+            record = record.of_rows(rows)
+            spans = {name: of_rows(span, rows) for name, span in spans.items()}
+        return self._like(record, spans)
 
-    def _like(self, record: Recording) -> "ActivationCache":
-        new = self._of(record, None, self.has_batch_dim)
-        new._model, new._n_layers = self._model, self._n_layers
-        new._points = self._points
+    def _like(self, record: Recording, spans: dict[str, Span]) -> "ActivationCache":
+        new = self.of_recording(record, self._model_or_none(), self._n_layers)
+        new._points, new._spans = self._points, spans
         return new
 
     def _names_of(self, names: Any, layers: Any) -> list[str]:
@@ -477,11 +459,11 @@ class ActivationCache(Mapping[str, Tensor]):
             raise MissingActivation(self._why_missing(full))
         return [full]
 
-    def _columns_of(
+    def _places(
         self, record: Recording, steps: When, span: str | Span | None, pos: Any
     ) -> Int[Tensor, "*row column"]:
         """Which of the kept columns a selection means: [column], or [batch, column]."""
-        total = self.token_span[1]
+        total = record.n_columns
         keep = torch.ones(total, dtype=torch.bool)
         if steps is not None:
             chosen, keep = Steps(steps, "steps"), torch.zeros(total, dtype=torch.bool)
@@ -521,76 +503,14 @@ class ActivationCache(Mapping[str, Tensor]):
                 raise ValueError(f"the span {(first, last)} is outside of the {total} columns")
         return pairs
 
-    def _at_columns(self, record: Recording, columns: Int[Tensor, "*row column"]) -> Recording:
-        """Only these of the kept columns: a view where they are a range."""
-        assert record.columns is not None
-        values = {}
-        for name, value in record.values.items():
-            base, _ = name_and_call(name)
-            axes = record.axes.get(str(base), Axes(None))
-            if name in record.calls and axes.pos is not None:
-                axis = self._axis(axes.pos)
-                # the last forward may have broken off before it came here
-                here = columns if columns.ndim > 1 else columns[columns < value.shape[axis]]
-                values[name] = at(value, axis, here)
-            else:
-                kept = self._calls_at(record, str(base), columns)
-                if name in record.calls or any(f"{base}:{call.number}" == name for call in kept):
-                    values[name] = value
-        flat = columns if columns.ndim == 1 else columns[0]
-        forwards, place = [], 0
-        for forward in record.forwards:
-            n = int(((flat >= forward.first) & (flat < forward.last)).sum())
-            ends = {"first": place, "last": place + n}
-            forwards.append(Forward(**{**forward.__dict__, **ends}))
-            place += n
-        present = {number for number, forward in enumerate(forwards) if forward.n_kept}
-        calls = {}
-        for name, every in record.calls.items():
-            left = [call for call in every if call.forward in present]
-            if left:
-                calls[name] = left
-        values = {name: v for name, v in values.items() if str(name_and_call(name)[0]) in calls}
-        others = {n: v for n, v in record.others.items() if str(name_and_call(n)[0]) in calls}
-        of_rows = {
-            field: None if given is None else at(given, 1, columns)
-            for field, given in (
-                ("tokens", record.tokens),
-                ("attention_mask", record.attention_mask),
-            )
-        }
-        return Recording(
-            values, others, calls, record.axes, forwards, record.columns[flat], **of_rows
-        )
-
     @staticmethod
-    def _calls_at(record: Recording, name: str, columns: Int[Tensor, "*row column"]) -> list[Call]:
-        kept = []
-        for call in record.calls.get(name, ()):
-            forward = record.forwards[call.forward]
-            if bool(((columns >= forward.first) & (columns < forward.last)).any()):
-                kept.append(call)
-        return kept
-
-    def _take_rows(self, rows: Slice) -> None:
-        record = self._record
-        batch = self.batch_size
+    def _rows(record: Recording, chosen: Slice) -> Int[Tensor, " row"]:
         try:
-            indices = rows.apply(torch.arange(batch))
+            return chosen.apply(torch.arange(record.batch_size))
         except IndexError:
-            raise ValueError(f"batch={rows.slice!r} is outside of the {batch} rows") from None
-        for name, value in record.values.items():
-            if is_of_one_expert(name):
-                raise ValueError(f"{name} holds the tokens of one expert: it has no batch axis")
-            if isinstance(value, Tensor):
-                record.values[name] = at(value, 0, indices)
-        for field in ("tokens", "attention_mask"):
-            given = getattr(record, field)
-            setattr(record, field, None if given is None else given[indices.to(given.device)])
-        for name, span in self._spans.items():
-            if isinstance(span, list):
-                own = [span[row] for row in indices.tolist()]
-                self._spans[name] = own[0] if len(own) == 1 else own
+            raise ValueError(
+                f"batch={chosen.slice!r} is outside of the {record.batch_size} rows"
+            ) from None
 
     def at(
         self,
@@ -612,33 +532,14 @@ class ActivationCache(Mapping[str, Tensor]):
         record = self._recording()
         if record.attention_mask is None or record.columns is None:
             raise ValueError("this cache does not know which columns are padding")
-        one = self.select(batch=index)
-        assert one._record.attention_mask is not None
-        real = one._record.attention_mask[0].bool()
-        columns = real.nonzero().flatten()
-        before = int(record.columns[0]) if len(record.columns) else 0
-        hidden = record.columns[~real].tolist()
-        keys = [key for key in range(record.forwards[-1].stop) if key not in set(hidden)]
-        cut = one._at_columns(one._record, columns)
-        for name, value in cut.values.items():
-            axes = cut.axes.get(name)
-            if axes is not None and axes.unseen is not None:
-                value = value[..., torch.tensor(keys, device=value.device)]
-            cut.values[name] = value.clone() if isinstance(value, Tensor) else value
-        # columns count from this row's own beginning
-        cut.columns = before + torch.arange(len(columns))
-        cut.forwards = [
-            Forward(f.step, f.phase, before + f.first, before + f.last, f.first, f.last)
-            for f in cut.forwards
-        ]
-        new = self._like(cut)
-        moved = torch.cat((torch.zeros(1, dtype=torch.long), real.long().cumsum(0)))
-        new._spans = {
-            name: (int(moved[span[0]]), int(moved[span[1]]))
-            for name, span in one._spans.items()
-            if isinstance(span, tuple)
-        }
-        return new
+        (row,) = self._rows(record, Slice([index])).tolist()
+        # where each column comes to stand
+        before = [0, *record.attention_mask[row].cumsum(0).tolist()]
+        spans: dict[str, Span] = {}
+        for name, span in self._spans.items():
+            first, last = span if isinstance(span, tuple) else span[row]
+            spans[name] = (before[first], before[last])
+        return self._like(record.unpadded(row), spans)
 
     # -- changing place or shape --
 
@@ -692,93 +593,15 @@ class ActivationCache(Mapping[str, Tensor]):
         return "\n".join(lines)
 
 
-class Node:
-    """A place in the model's structure, in a cache: `cache.blocks[5].mlp`.
-
-    `output` is what the module or point there returned, `input` what it got first, `inputs` all it
-    got as (args, kwargs). `len(node)` counts its calls; `node.keys()` are the cached names there.
-    """
-
-    def __init__(self, cache: ActivationCache, path: str) -> None:
-        self._cache = cache
-        self._path = path
-
-    def _child(self, part: str) -> "Node":
-        path = f"{self._path}.{part}" if self._path else part
-        names = self._cache._paths()
-        if not any(name == path or name.startswith(f"{path}.") for name in names):
-            start = f"{self._path}." if self._path else ""
-            below = {n[len(start) :].split(".")[0] for n in names if n.startswith(start)}
-            raise AttributeError(f"this cache has nothing at {path!r}.{closest(part, below)}")
-        return Node(self._cache, path)
-
-    def __getattr__(self, part: str) -> "Node":
-        if part.startswith("_"):
-            raise AttributeError(part)
-        return self._child(part)
-
-    def __getitem__(self, index: int) -> "Node":
-        if index < 0:
-            start = f"{self._path}."
-            below = [n[len(start) :].split(".")[0] for n in self._cache._paths()]
-            n = 1 + max((int(each) for each in below if each.isdigit()), default=-1)
-            index += self._cache._n_layers or n
-        return self._child(str(index))
-
-    @property
-    def _name(self) -> str:
-        return self._cache.full_name(self._path)
-
-    @property
-    def output(self) -> Any:
-        """What was returned, columns joined."""
-        return self._cache._value(self._name)
-
-    @property
-    def input(self) -> Any:
-        """The first argument; None when there was none."""
-        return self._cache._value(self._path + INPUT)
-
-    @property
-    def inputs(self) -> Any:
-        """(args, kwargs) of the one call there was."""
-        return self._cache._value(self._path + ARGUMENTS)
-
-    def keys(self) -> list[str]:
-        """The cached names here and below."""
-        start = f"{self._path}."
-        return [n for n in self._cache if n == self._name or n.startswith(start)]
-
-    def __contains__(self, part: object) -> bool:
-        try:
-            self._child(str(part))
-        except AttributeError:
-            return False
-        return True
-
-    def __len__(self) -> int:
-        calls = self._cache._recording().calls
-        return len(calls.get(self._name) or calls.get(self._path + INPUT) or ())
-
-    def __repr__(self) -> str:
-        return f"<{self._path}: {len(self)} calls; {', '.join(self.keys()[:6])}>"
+# --- small things ---------------------------------------------------------------------------------
 
 
-# --- parts of tensors, and of names ---------------------------------------------------------------
-
-
-def at(value: Tensor, axis: int, places: Int[Tensor, "*row place"]) -> Tensor:
-    """What stands at these places of an axis: a view where they are a range. With a row axis, each
-    row has its own places."""
-    places = places.to(value.device)
-    if places.ndim == 2:
-        moved = value.movedim(axis, 1)
-        rows = torch.arange(len(places), device=value.device)[:, None]
-        return moved[rows, places].movedim(1, axis)
-    n = len(places)
-    if n and bool((places == torch.arange(n, device=places.device) + places[0]).all()):
-        return value.narrow(axis, int(places[0]), n)
-    return value.index_select(axis, places)
+def of_rows(span: Span, rows: Int[Tensor, " row"]) -> Span:
+    """A span, for these rows."""
+    if isinstance(span, tuple):
+        return span
+    own = [span[row] for row in rows.tolist()]
+    return own[0] if len(own) == 1 else own
 
 
 def compact(value: Any) -> Any:
@@ -786,28 +609,6 @@ def compact(value: Any) -> Any:
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
-
-
-def part_of_record(record: Recording, names: Sequence[str]) -> Recording:
-    """Only these names of it."""
-    wanted = set(names)
-    return Recording(
-        **{
-            **record.__dict__,
-            "values": {n: v for n, v in record.values.items() if name_and_call(n)[0] in wanted},
-            "others": {n: v for n, v in record.others.items() if name_and_call(n)[0] in wanted},
-            "calls": {n: calls for n, calls in record.calls.items() if n in wanted},
-        }
-    )
-
-
-def name_and_call(key: Any) -> tuple[Any, int | None]:
-    """("name:3", …) -> (("name", …), 3); None without a call."""
-    name = key[0] if isinstance(key, tuple) and key else key
-    match = NAME_AND_CALL.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
-        return key, None
-    return ((match[1], *key[1:]) if isinstance(key, tuple) else match[1]), int(match[2])
 
 
 def layer_of(name: str, default: Any = None) -> Any:
@@ -826,8 +627,3 @@ class MissingActivation(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def is_of_one_expert(name: str) -> bool:
-    """Whether a hook's value is [token, …], for the tokens of one expert: without a batch axis."""
-    return ".experts." in name

@@ -7,7 +7,7 @@ kept is read through an `ActivationCache`.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from transformer_lens_lite.hooks import Attachment, HookPoint
-from transformer_lens_lite.steps import Columns, Phase, Pos, StepContext, Steps, When, current_step
+from transformer_lens_lite.recording import Axes, Call, Forward, Recording
+from transformer_lens_lite.steps import Columns, Pos, StepContext, Steps, When, current_step
 from transformer_lens_lite.utils import Slice
 
 Device = torch.device | str
@@ -116,62 +117,6 @@ class CaptureSpec:
 
 
 # --- what was kept --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One forward of a run: which step, which absolute columns, and where the kept ones among them
-    lie in what is kept of the run."""
-
-    step: int
-    phase: Phase
-    start: int
-    stop: int
-    first: int
-    last: int  # first:last, along the kept columns
-
-    @property
-    def n_kept(self) -> int:
-        """How many columns of this forward were kept."""
-        return self.last - self.first
-
-
-class Axes(NamedTuple):
-    """Where a value has its positions; its last axis counts keys if `unseen` is a number."""
-
-    pos: int | None
-    unseen: float | None = None
-
-
-class Call(NamedTuple):
-    """One visit of a point or module. `number` counts from 1."""
-
-    number: int
-    forward: int
-
-
-@dataclass
-class Recording:
-    """All that is kept of one run.
-
-    values: tensors by name, columns joined; where they cannot be, by "name:call".
-    others: what is no tensor, likewise.
-    calls: of which visits a name's value is made up.
-    columns: [kept] absolute columns; tokens and attention_mask are of those.
-    """
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
-    calls: dict[str, list[Call]] = field(default_factory=dict)
-    axes: dict[str, Axes] = field(default_factory=dict)
-    forwards: list[Forward] = field(default_factory=list)
-    columns: Int[Tensor, " kept"] | None = None
-    tokens: Int[Tensor, "batch kept"] | None = None
-    attention_mask: Int[Tensor, "batch kept"] | None = None
-
-    def keep(self, name: str, value: Any) -> None:
-        """A value, where its kind is kept."""
-        (self.values if isinstance(value, Tensor) else self.others)[name] = value
 
 
 APART = object()  # instead of a joined value: there are only those of single calls
@@ -632,10 +577,17 @@ class Recorder:
             torch.accelerator.synchronize(device)
         self._pending.clear()
 
-    def as_dict(self) -> dict[str, Any]:
-        """What was kept of the latest run, by name."""
+    def recordings(self) -> list[Recording]:
+        """What was kept, run by run."""
         self.arrived()
-        return self.run.recording().values if self.into is None else self.into
+        records = [run.recording() for run in self.runs]
+        return [replace(each, has_batch_dim=not self.remove_batch_dim) for each in records]
+
+    def latest(self) -> Recording:
+        """What was kept of the latest run; empty when there was none."""
+        if self.into is not None:
+            return Recording(self.into, has_batch_dim=not self.remove_batch_dim)
+        return self.recordings()[-1] if self.runs else Recording()
 
 
 class NotKept(str):

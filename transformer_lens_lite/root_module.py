@@ -492,7 +492,7 @@ class HookedRootModule(Component):
 
     def _cache_of(self, recorder: Recorder) -> Any:
         """What `run_with_cache` returns of what was recorded."""
-        return recorder.as_dict()
+        return recorder.latest().values
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:
