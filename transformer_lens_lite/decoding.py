@@ -259,7 +259,9 @@ class Generation:
 
     def _picked(self, logits: Float[Tensor, "row d_vocab_out"]) -> Int[Tensor, " row"]:
         """The next token of each row; rows that have ended get padding."""
-        picked = self.sampling.next_tokens(logits, self.tokens, self._token_mask(), self.n_new)
+        seen = self.sampling.is_processing
+        tokens, mask = (self.tokens, self._token_mask()) if seen else (None, None)
+        picked = self.sampling.next_tokens(logits, tokens, mask, self.n_new)
         if not self.ending.is_possible:
             return picked
         return picked.masked_fill(self.finished, self.ending.pad_id)

@@ -374,9 +374,13 @@ class Sampling:
         )  # fmt: skip
 
     def next_tokens(
-        self, logits: Logits, tokens: Tokens, mask: Mask | None = None, n_new: int = 0
+        self,
+        logits: Logits,
+        tokens: Tokens | None = None,
+        mask: Mask | None = None,
+        n_new: int = 0,
     ) -> Int[Tensor, " batch"]:
-        """The next token of each row; arguments as of `processed`.
+        """The next token of each row; arguments as of `processed`, needed if it does anything.
 
         Raises ValueError, on the CPU, for logits that are NaN or infinite, or all forbidden.
         """
@@ -384,6 +388,7 @@ class Sampling:
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         greedy = largest(logits)
         if self.is_processing:
+            assert tokens is not None
             logits = self.processed(logits, tokens, mask, n_new)
             greedy = largest(logits)
         return greedy if self.is_greedy else draw(self.warped(logits), self.generator)

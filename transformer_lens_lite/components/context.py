@@ -4,7 +4,6 @@ It travels beside the residual stream, so that no layer works out again what ano
 and no method needs ten parameters.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -84,8 +83,7 @@ class Mask(Memo):
     def _make_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         hidden = None
         if self.visible is not None:
-            hidden = torch.zeros(self.visible.shape, dtype=self._dtype, device=self.visible.device)
-            hidden = hidden.masked_fill(~self.visible, -math.inf)
+            hidden = self.visible.to(self._dtype).log()  # of 1 and 0
         if self._distance is None:
             return hidden
         distance = self._distance().to(self._dtype)
@@ -235,18 +233,31 @@ class ForwardContext(Memo):
             is_causal=bites and not local and not padded and alibi is None and not self.n_past,
             visible=partial(self._visible, causal, window, chunk) if bites else None,
             distance=partial(self._alibi, alibi) if alibi is not None else None,
-            has_padding=padded,
+            has_padding=self._has_padded_queries,
             n_open=0 if local or padded or alibi is not None else self.n_past,
             dtype=self.dtype,
         )
 
+    @property
+    def _has_padded_queries(self) -> bool:
+        """Whether a new position is padding: only such a one may see nothing, not even itself."""
+        return self._once("padded_queries", self._look_for_padded_queries)
+
+    def _look_for_padded_queries(self) -> bool:
+        if self.attention_mask is None:
+            return False
+        # the test would break a compiled graph
+        new = self.attention_mask[:, self.n_past :]
+        return torch.compiler.is_compiling() or not bool(new.all())
+
     def _visible(
         self, causal: bool, window: int | None, chunk: int | None
     ) -> Bool[Tensor, "row pos key_pos"]:
-        slots = torch.arange(self.n_keys, device=self.device)
-        visible = torch.ones(1, self.n_new, self.n_keys, dtype=torch.bool, device=self.device)
-        if causal:
-            visible = visible & (slots <= slots[self.n_past :, None])
+        if causal and self.n_new > 1:
+            slots = torch.arange(self.n_keys, device=self.device)
+            visible = (slots <= slots[self.n_past :, None])[None]
+        else:  # a single query is the last one
+            visible = torch.ones(1, self.n_new, self.n_keys, dtype=torch.bool, device=self.device)
         if window is not None:
             distance = self.positions[:, :, None] - self.key_positions[:, None, :]
             visible = visible & (distance < window) & (distance > -window)
