@@ -552,8 +552,8 @@ class GenerationMethods:
                 do_sample=False; early_stopping is False, True or "never", as in Hugging Face.
             use_past_kv_cache: False runs the whole sequence at every step.
             past_kv_cache: what came before the prompt. A frozen cache is a prefix: it stays as it
-                is and, with one row, serves any batch. Another is appended to, the prompt and all
-                new tokens but the last.
+                is and serves any batch that is a multiple of its rows. Another is appended to, the
+                prompt and all new tokens but the last.
             return_type: "input" (the kind the input is; text for a chat), "str", "tokens" (prompt
                 and new; only new for embeddings) or "embeds".
             verbose: a progress bar: True, False, or None for one in terminals only.
