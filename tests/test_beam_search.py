@@ -90,6 +90,25 @@ def test_sequences_and_scores_are_hugging_faces(
     assert (ours.sequences == PAD).any() or length_penalty > 1, "some end before others"
 
 
+def test_early_stopping_runs_no_further_once_all_are_found(
+    pair: tuple[Any, HookedTransformer],
+) -> None:
+    _, model = pair
+    ids, mask = ragged(pair[0], [6])
+    how: dict[str, Any] = {"num_beams": 3, "do_sample": False, "length_penalty": 3.0}
+    eos, steps = frequent(model, ids, mask), {}
+    for early in (True, "never"):
+        seen: list[int] = []
+        note = ("hook_embed", lambda x, hook, seen=seen: seen.append(1))
+        with model.hooks(fwd_hooks=[note]):
+            model.generate(
+                ids, 20, attention_mask=mask, early_stopping=early,
+                eos_token_id=eos, **how,
+            )  # fmt: skip
+        steps[early] = len(seen)
+    assert steps[True] < steps["never"] == 20
+
+
 @pytest.mark.parametrize("eos", [True, False])
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 8])
 def test_ragged_batches_of_several_lengths(
