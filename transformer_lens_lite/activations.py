@@ -13,6 +13,7 @@ from torch import Tensor
 
 from transformer_lens_lite.capture import Recorder
 from transformer_lens_lite.config import closest
+from transformer_lens_lite.decomposition import ResidualDecomposition
 from transformer_lens_lite.navigation import Node
 from transformer_lens_lite.recording import Recording, is_of_one_expert, name_and_call
 from transformer_lens_lite.steps import StepContext, Steps, When
@@ -23,7 +24,7 @@ CacheKey = str | tuple[Any, ...]
 Span = tuple[int, int] | list[tuple[int, int]]
 
 
-class ActivationCache(Mapping[str, Tensor]):
+class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
     """Activations of one run, by hook name.
 
         cache["blocks.5.attn.hook_pattern"]     the full name

@@ -20,6 +20,7 @@ from transformer_lens_lite.components.embed import (
     NO_LOGITS,
     Embed,
     PosEmbed,
+    Projection,
     TokenTypeEmbed,
     Unembed,
     build_unembed,
@@ -265,7 +266,34 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         context.commit(layers)
         return residual
 
-    def _logits(self, residual: Residual) -> Logits:
+    def logits_of(
+        self, normed: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch d_vocab_out"]:
+        """The logits of a stream that has been through `ln_final`, softcap included."""
+        return self._logits(normed)
+
+    def logit_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
+        """What the stream behind `ln_final` is dotted with to give these tokens' logits, less b_U
+        and before any softcap.
+
+        `tokens` is an id, a text of one token, or a tensor of ids of any shape.
+        """
+        if not self.cfg.unembedding:
+            raise ValueError(NO_LOGITS)
+        if isinstance(tokens, str):
+            tokens = self.to_single_token(tokens)
+        directions = self.W_U.T[torch.as_tensor(tokens, device=self.W_U.device)]
+        transform = self.unembed.transform
+        if isinstance(transform, Projection):
+            directions = directions @ transform.W_project.T
+        elif not isinstance(transform, Absent):
+            raise ValueError(
+                f"logits are no linear function of the stream here: {type(transform).__name__} "
+                "stands before the unembedding"
+            )
+        return directions * self.cfg.logit_scale
+
+    def _logits(self, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
         logits = self.unembed(residual)
         if self.cfg.logit_scale != 1.0:
             logits = logits * self.cfg.logit_scale

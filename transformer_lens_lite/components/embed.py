@@ -64,7 +64,7 @@ class Projection(Component):
         super().__init__()
         self.W_project = transposed(d_in, d_out)
 
-    def forward(self, x: Float[Tensor, "batch pos d_in"]) -> Float[Tensor, "batch pos d_out"]:
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """From one width to the other."""
         return F.linear(x, self.W_project.T)
 
@@ -149,9 +149,7 @@ class Unembed(Component):
     def _make_weight(self) -> None:
         self.W_U = transposed(self.cfg.d_embed or self.cfg.d_model, self.cfg.d_vocab_out)
 
-    def forward(
-        self, x: Float[Tensor, "batch pos d_model"]
-    ) -> Float[Tensor, "batch pos d_vocab_out"]:
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab_out"]:
         """Project onto the vocabulary."""
         read = self.hook_in(self.transform(x))
         return self.hook_out(F.linear(read, self.matrix(), self.b_U))
