@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import transformer_lens_lite as tl
-from transformer_lens_lite.components.attention import Attention
+from transformer_lens_lite.components.attention import Attention, weighed_alone
 from transformer_lens_lite.kv_cache import FIRST_CAPACITY, KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
@@ -387,6 +387,14 @@ def test_the_join_keeps_its_sums_in_fp32() -> None:
         explicit, _ = half.run_with_cache(new, past_kv_cache=cache)
     assert joined.dtype == torch.bfloat16
     assert (joined - expected).abs().mean() <= 1.1 * (explicit - expected).abs().mean()
+
+
+def test_the_sums_by_which_segments_count_are_fp32_whatever_the_scores_are() -> None:
+    q, keys, values = (torch.randn(1, 2, n, 8).bfloat16() for n in (5, 300, 300))
+    z, log_sum = weighed_alone(q, keys, values, None)
+    scores = (q @ keys.transpose(-1, -2)).double()
+    assert (z.dtype, log_sum.dtype) == (torch.bfloat16, torch.float32)
+    close(log_sum, scores.logsumexp(-1, keepdim=True).float())
 
 
 def test_scores_of_different_segments_meet_only_when_somebody_looks(
