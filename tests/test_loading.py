@@ -882,6 +882,9 @@ def load(**kwargs):
     return model
 
 small = load(first_n_layers=0)  # imports what loading imports
+if len(sys.argv) > 2:
+    load(processing={"fold_ln": True, "fold_value_biases": True}, dtype=sys.argv[2])
+    sys.exit()
 model = load()
 with torch.no_grad():
     model(torch.zeros(1, 8, dtype=torch.long))
@@ -895,8 +898,6 @@ for _ in range(10):
 gc.collect()
 print(0, megabytes("RssAnon"))
 model = load(processing={"fold_ln": True, "fold_value_biases": True})
-del model
-model = load(processing={"fold_ln": True, "fold_value_biases": True}, dtype="bfloat16")
 """
 
 
@@ -919,23 +920,30 @@ def test_memory(tmp_path: Path) -> None:
     assert size > 190
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    *loads, (_, at_the_end), (folded_peak, _), (both_peak, _) = rows
+
+    def measured(*arguments: str, **environment: str) -> list[tuple[float, ...]]:
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), *arguments],
+            cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+
+    rows = measured()
+    *loads, (_, at_the_end), (folded_peak, _) = rows
     _, (peak, anonymous), (_, after_forward), (half_peak, half), *ten = loads
-    # never the whole in its first form: beside the result there is one layer in fp32, of five here
     assert half_peak < 1.15 * size / 2, rows
     assert folded_peak < 1.15 * size, rows
-    assert both_peak < size / 2 + 2.5 * size / 5, rows
     assert peak < 20, rows
     assert anonymous < 5, rows
     assert half < size / 2 + 20, rows
     assert len(ten) == 10
     assert at_the_end < after_forward + 10, rows
+    # Never the whole in its first form: beside the result there are some matrices of one layer in
+    # fp32, of five here. What malloc keeps for later is not held: large blocks are given back.
+    _, (both_peak, _) = measured("bfloat16", MALLOC_MMAP_THRESHOLD_="1000000")
+    assert both_peak < size / 2 + 0.7 * size / 5, (size, both_peak)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "gpt2_untied"])

@@ -9,7 +9,8 @@ step that has nothing to do (folding a model without norm weights, centring for 
 out silently.
 
 Everything is computed in `dtype` (float32, or float64 for float64 weights) and rounded back once,
-one section at a time (the embeddings, each block, the unembedding): only one is ever held wide.
+one section at a time (the embeddings, each attention and MLP, the unembedding): only one is ever
+held wide.
 """
 
 import copy
@@ -29,16 +30,23 @@ State = dict[str, Tensor]  # by name
 
 
 class Section(State):
-    """The tensors of one section while they are rewritten, without "blocks.3." in their names."""
+    """The tensors of one section while they are rewritten, without "blocks.3." in their names.
 
-    def __init__(self, given: State) -> None:
-        super().__init__(given)
-        self.given = given
+    `narrow` holds what was given of those nobody has asked to own, `given` the same as wide as they
+    are computed with.
+    """
+
+    def __init__(self, narrow: State, dtype: torch.dtype) -> None:
+        super().__init__({name: widened(tensor, dtype) for name, tensor in narrow.items()})
+        self.narrow, self.given = narrow, dict(self)
 
     def own(self, name: str) -> Tensor:
-        """A tensor that may be changed in place: copied the first time it is asked for."""
+        """A tensor that may be changed in place. What was given is let go, so that its memory, a
+        checkpoint's pages most often, is free before the next one's are read."""
         if self[name] is self.given.get(name):
-            self[name] = self[name].clone(memory_format=torch.preserve_format)
+            given, narrow = self.given.pop(name), self.narrow.pop(name)
+            is_shared = given is narrow  # else widening has copied it
+            self[name] = given.clone(memory_format=torch.preserve_format) if is_shared else given
         return self[name]
 
 
@@ -440,24 +448,24 @@ def rewritten_section(
     dtype: torch.dtype,
     rounded_to: torch.dtype | None,
 ) -> State:
-    """All steps on one section: widened before, rounded to the dtypes it had after."""
+    """All steps on one section: widened before, rounded to the dtypes it had after. Empties
+    `narrow` on the way."""
     # made before anything wide, so that what is wide does not leave holes between what stays
     places = {
         name: torch.empty_like(tensor, dtype=rounded_to)
         for name, tensor in narrow.items()
         if rounded_to not in (None, tensor.dtype)
     }
-    given = {name: widened(tensor, dtype) for name, tensor in narrow.items()}
-    wide = Section(given)
+    dtypes = {name: rounded_to or tensor.dtype for name, tensor in narrow.items()}
+    wide = Section(narrow, dtype)
     for step in steps:
         step.rewrite(cfg, wide)
     new: State = {}
     for name in list(wide):
         tensor = wide.pop(name)
-        before = narrow[name if name in narrow else matrix_of(name)]
-        unchanged = tensor is given.pop(name, None)
-        wanted = before.dtype if rounded_to is None else rounded_to
-        tensor = before if unchanged else tensor
+        if tensor is wide.given.pop(name, None):  # unchanged
+            tensor = narrow.pop(name)
+        wanted = dtypes[name if name in dtypes else matrix_of(name)]
         new[name] = places[name].copy_(tensor) if name in places else tensor.to(wanted)
     return new
 
@@ -482,6 +490,8 @@ def sections(state: State) -> list[tuple[str, State]]:
         first, *rest = name.split(".")
         prefix = f"blocks.{rest[0]}." if first == "blocks" else ""
         place = "unembedding" if first in ("ln_final", "unembed") else ""
+        if first == "blocks":
+            place = rest[1].removesuffix("_post").replace("ln1", "attn").replace("ln2", "mlp")
         parts.setdefault((prefix, place), {})[name.removeprefix(prefix)] = tensor
     ordered = sorted(parts.items(), key=lambda part: part[0][0] != "")
     return [(prefix, weights) for (prefix, _), weights in ordered]
