@@ -505,14 +505,14 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
     ) -> Int[Tensor, "batch key_pos"] | None:
         """[batch, past + pos], or None when no position is padding."""
         before = None if cache is None else cache.padding
-        if mask is None:
-            if before is None:
-                return None
-            if before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
-                mask = serving(before[:, : past + n_new], batch)
-            else:
-                mask = torch.ones(batch, n_new, dtype=torch.long, device=before.device)
-        mask = self._checked_mask(mask, batch, n_new, past)
+        if mask is not None:
+            mask = self._checked_mask(mask, batch, n_new, past)
+        elif before is None:
+            return None
+        elif before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
+            mask = serving(before[:, : past + n_new], batch)
+        else:
+            mask = before.new_ones(batch, n_new)
         if mask.shape[1] == n_new and past > 0:
             if before is None:
                 before = mask.new_ones(1, past)
