@@ -85,7 +85,7 @@ def refuse_to_run(model: HookedTransformer) -> None:
 
 
 @KINDS
-def test_cached_equals_uncached_without_a_tokenizer(kind: str) -> None:
+def test_D3_cached_equals_uncached_without_a_tokenizer(kind: str) -> None:
     model, ids = build(kind), loud.tokens(2, 5)
     out = model.generate(ids, 12, **GREEDY)
     assert torch.equal(out, model.generate(ids, 12, use_past_kv_cache=False, **GREEDY))
@@ -95,7 +95,7 @@ def test_cached_equals_uncached_without_a_tokenizer(kind: str) -> None:
 
 
 @KINDS
-def test_cached_equals_uncached_with_a_tokenizer(kind: str) -> None:
+def test_D3_cached_equals_uncached_with_a_tokenizer(kind: str) -> None:
     model = build(kind, gpt2_like())
     texts = ["Hello world", "The cat sat on the mat"]
     how: dict[str, Any] = {"max_new_tokens": 8, **GREEDY}

@@ -95,7 +95,7 @@ def large_copies(run: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_forward_step_or_generation_copies_a_weight(name: str) -> None:
+def test_E2_no_forward_step_or_generation_copies_a_weight(name: str) -> None:
     model = MODELS[name]()
     tokens = native.tokens(1, 2)
     assert large_copies(lambda: model(tokens)) == []
@@ -111,6 +111,8 @@ def test_no_forward_step_or_generation_copies_a_weight(name: str) -> None:
         assert large_copies(lambda: model.run_with_cache(tokens)) == []
     generate = {"max_new_tokens": 2, "stop_at_eos": False, "verbose": False}
     assert large_copies(lambda: model.generate(tokens, **generate)) == []
+    captured = {"return_cache": "resid_post", **generate}
+    assert large_copies(lambda: model.generate(tokens, **captured)) == []
 
 
 def test_the_profiler_would_see_a_copied_weight() -> None:
