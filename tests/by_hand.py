@@ -67,6 +67,8 @@ class ByHand:
         if cfg.post_embedding_ln_last:
             x = self.norm(x, "ln_embed", "LN")
         for layer in range(cfg.n_layers):
+            if cfg.norm_place == "skip":
+                x = self.norm(x, f"blocks.{layer}.ln1", cfg.normalization_type)
             attn_out = self.sublayer(x, layer, "ln1", self.attention)
             if cfg.norm_place == "stream":
                 x = self.norm(x + attn_out, f"blocks.{layer}.ln1", cfg.normalization_type)
@@ -79,6 +81,8 @@ class ByHand:
                 x = x + attn_out + self.sublayer(x, layer, "ln2", self.mlp)
             else:
                 x = x + attn_out
+                if cfg.norm_place == "skip":
+                    x = self.norm(x, f"blocks.{layer}.ln2", cfg.normalization_type)
                 x = x + self.sublayer(x, layer, "ln2", self.mlp)
         kind = cfg.normalization_type
         if cfg.final_rms:
@@ -102,7 +106,7 @@ class ByHand:
         kind = self.cfg.normalization_type
         if place == "post":
             out = self.norm(function(x, layer), name, kind)
-        elif place == "stream":
+        elif place in ("stream", "skip"):
             out = function(x, layer)
         else:
             bare = norm == "ln1" and layer == 0 and not self.cfg.first_norm
@@ -320,7 +324,8 @@ class ByHand:
         if cfg.expert_limit is not None:
             gate = torch.where(gate > cfg.expert_limit, cfg.expert_limit, gate)
             linear = linear.clamp(-cfg.expert_limit, cfg.expert_limit)
-        post = ACTIVATIONS[cfg.act_fn](gate) * (linear + cfg.expert_offset)
+        slope = cfg.expert_gate_slope
+        post = ACTIVATIONS[cfg.act_fn](gate * slope) / slope * (linear + cfg.expert_offset)
         out = post @ self[f"{name}.W_out"]
         return out + self[f"{name}.b_out"] if cfg.gated_mlp_biases else out
 

@@ -61,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "post_norm": {**RMS, "norm_place": "post"},
     "stream_norm": {"norm_place": "stream", "final_norm": False},
     "stream_norm_attn_only": {**RMS, "norm_place": "stream", "attn_only": True},
+    "skip_norm": {"norm_place": "skip"},
     "post_embedding_ln_last": {"post_embedding_ln": True, "post_embedding_ln_last": True},
     "token_types": {"n_token_types": 3},
     "no_first_norm": {"first_norm": False},

@@ -183,6 +183,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"norm_place": "stream", "normalization_type": None}, ["norm_place", "normalization_type"]),
     ({"norm_place": "stream", "parallel_attn_mlp": True}, ["norm_place", "parallel_attn_mlp"]),
+    ({"norm_place": "skip", "parallel_attn_mlp": True}, ["norm_place", "parallel_attn_mlp"]),
     ({"norm_place": "stream", "first_norm": False}, ["first_norm", "norm_place"]),
     ({"n_token_types": -1}, ["n_token_types", "-1"]),
     ({"unembed_act_fn": "geluu"}, ["unembed_act_fn='geluu'", "'gelu'"]),

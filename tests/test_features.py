@@ -361,10 +361,10 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
         {"positional_embedding_type": "shortformer"},
     )
     norm = one_of(None, "LN", "LNPre", "RMS", "RMSPre")
-    place = "pre" if norm is None else one_of("pre", "post", "both", "stream")
+    place = "pre" if norm is None else one_of("pre", "post", "both", "stream", "skip")
     shape = one_of(
         {"attn_only": True},
-        {} if place == "stream" else {"parallel_attn_mlp": True},
+        {} if place in ("stream", "skip") else {"parallel_attn_mlp": True},
         {"gated_mlp": True, "gated_mlp_biases": one_of(True, False)},
         {},
     )
@@ -506,6 +506,7 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "expert_layers": (EXPERTS, [True, False]),
     "expert_limit": (EXPERTS, 0.3),
     "expert_offset": (EXPERTS, 1.0),
+    "expert_gate_slope": (EXPERTS, 1.6),
     "router_type": (EXPERTS, "sigmoid"),
     "router_scale": (EXPERTS, 1.5),
     "router_groups": ({**EXPERTS, "experts_per_token": 1, "router_group_members": 2}, 3),

@@ -321,17 +321,19 @@ def test_the_stream_is_the_exact_sum_of_what_is_added(name: str) -> None:
     model = native.build(name)
     _, cache = model.run_with_cache(native.tokens())
     holds = model.cfg.norm_place == "stream"  # its norms hold the sum itself
+    skips = model.cfg.norm_place == "skip"  # what goes past a sublayer is normalised too
     for layer in range(2):
         block = model.blocks[layer]
         pre, attn_out = cache["resid_pre", layer], cache["attn_out", layer]
         post = cache["resid_post", layer]
+        pre = block.ln1.explicit(pre) if skips else pre
         mid = block.ln1.explicit(pre + attn_out) if holds else pre + attn_out
         if model.cfg.attn_only:
             assert torch.equal(mid, post)
             continue
         if not model.cfg.parallel_attn_mlp:
             assert torch.equal(mid, cache["resid_mid", layer])
-        end = mid + cache["mlp_out", layer]
+        end = (block.ln2.explicit(mid) if skips else mid) + cache["mlp_out", layer]
         assert torch.equal(block.ln2.explicit(end) if holds else end, post)
     assert torch.equal(cache["resid_post", 0], cache["resid_pre", 1])
 

@@ -81,6 +81,7 @@ UNFOLDABLE = {
         "tie_word_embeddings": True,
         "attention_dir": "bidirectional",
     },
+    "ln_skip": {"norm_place": "skip"},
     "ln_shortformer": {"positional_embedding_type": "shortformer"},
     "rms_shortformer": {**RMS, "rotary_dim": None, "positional_embedding_type": "shortformer"},
     "no_norm": {"normalization_type": None},
@@ -333,7 +334,7 @@ def test_one_layers_norm_bias_gives_every_gate_its_biases() -> None:
 
 LEFT_OUT_OF_CENTRING = {
     *(name for name, steps in LEFT_OUT.items() if "center_writing_weights" in steps),
-    *("ln_after_embedding", "ln_after_positions", "ln_stream"),
+    *("ln_after_embedding", "ln_after_positions", "ln_stream", "ln_skip"),
 }
 CENTRED = [
     name

@@ -32,13 +32,13 @@ INIT_MODES = (
 )  # fmt: skip
 POSITIVE = (
     "eps", "rotary_base", "rotary_scaling_factor", "NTK_by_parts_factor", "yarn_factor",
-    "embed_scale", "residual_scale", "logit_scale",
+    "embed_scale", "residual_scale", "logit_scale", "expert_gate_slope",
 )  # fmt: skip
-NORM_PLACES = ("pre", "post", "both", "stream")
+NORM_PLACES = ("pre", "post", "both", "stream", "skip")
 ROUTER_TYPES = ("softmax", "sigmoid", "sparsemixer")
 EXPERT_FIELDS = (
     "norm_topk_prob", "d_expert", "d_shared_expert", "shared_expert_gate", "expert_layers",
-    "expert_limit", "expert_offset", "router_type", "router_scale", "router_groups",
+    "expert_limit", "expert_offset", "expert_gate_slope", "router_type", "router_scale", "router_groups",
     "router_top_groups", "router_group_members", "router_bias", "router_selection_bias",
     "router_on_input", "router_jitter",
 )  # fmt: skip
@@ -232,6 +232,7 @@ class MoESpec:
     gated_biases: bool
     limit: float | None  # clamps both branches of an expert
     offset: float  # added to the branch beside the gate
+    gate_slope: float  # the gate is act_fn(slope * x) / slope
     router: RouterSpec
     shared: MLPSpec | None
     shared_gate: bool  # the shared expert is weighed by a sigmoid of its own
@@ -247,7 +248,7 @@ class BlockSpec:
     norm: NormSpec | None
     attention_norm: NormSpec | None  # the same, or none
     post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
-    norm_place: str  # "pre", "post", "both" or "stream"
+    norm_place: str  # "pre", "post", "both", "stream" or "skip"
     parallel: bool
     residual_scale: float
 
@@ -407,6 +408,7 @@ class HookedTransformerConfig:
     expert_layers: Sequence[bool] | None = None  # which layers have experts (None: every one)
     expert_limit: float | None = None
     expert_offset: float = 0.0
+    expert_gate_slope: float = 1.0
     router_type: str = "softmax"
     router_scale: float = 1.0
     router_groups: int = 1
@@ -419,7 +421,8 @@ class HookedTransformerConfig:
     # {"scale", "length", "start", "unrotated_only"}: see QueryGrowth
     query_growth: dict[str, Any] | None = None
     # "post": only after attention and MLP; "both" = use_normalization_before_and_after; "stream":
-    # the stream itself, after each addition, as in the first transformers and BERT
+    # the stream itself, after each addition, as in the first transformers and BERT; "skip": before
+    # each sublayer, and what goes past it is normalised too
     norm_place: str = "pre"
     norm_weight_offset: float = 0.0  # weights of norms mean (offset + w)
     gated_mlp_biases: bool = False  # b_gate and b_up in a gated MLP
@@ -521,7 +524,7 @@ class HookedTransformerConfig:
         if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
             self.rotary_dim = self.d_head
         if self.use_normalization_before_and_after:
-            if self.norm_place in ("post", "stream"):
+            if self.norm_place in ("post", "stream", "skip"):
                 raise ValueError(
                     "use_normalization_before_and_after=True contradicts "
                     f"norm_place={self.norm_place!r}"
@@ -696,8 +699,8 @@ class HookedTransformerConfig:
                 f"d_embed={self.d_embed} and unembed_act_fn={self.unembed_act_fn!r} cannot be "
                 "combined"
             )
-        if self.norm_place == "stream" and self.parallel_attn_mlp:
-            raise ValueError("norm_place='stream' contradicts parallel_attn_mlp=True")
+        if self.norm_place in ("stream", "skip") and self.parallel_attn_mlp:
+            raise ValueError(f"norm_place={self.norm_place!r} contradicts parallel_attn_mlp=True")
         if self.post_embedding_ln_last and not self.post_embedding_ln:
             raise ValueError("post_embedding_ln_last=True without post_embedding_ln=True")
         if not self.first_norm and self.norm_place != "pre":
@@ -905,6 +908,7 @@ class HookedTransformerConfig:
             gated_biases=self.gated_mlp_biases,
             limit=self.expert_limit,
             offset=self.expert_offset,
+            gate_slope=self.expert_gate_slope,
             router=RouterSpec(
                 n_experts=self.num_experts,
                 top_k=self.experts_per_token,

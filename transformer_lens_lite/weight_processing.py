@@ -99,10 +99,9 @@ def fold_layer_norm(
         and for LayerNorm  =  n (diag(w) W - column means) + …     as the entries of n sum to zero
 
     `hook_normalized` is n, so it stays as it was. A gated MLP gets `b_gate` and `b_up` when a norm
-    has a bias to hand over. Norms behind sublayers (`ln1_post`, `norm_place="post"`,
-    `"stream"`), inside
-    attention (`q_norm`, `k_norm`) and behind the embedding are followed by no matrix and keep their
-    weights. The LayerNorm inside a "solu_ln" MLP goes into `W_out`; it stays, with weight one and
+    has a bias to hand over. Norms behind sublayers (`ln1_post`, `norm_place="post"`), on the stream
+    itself (`"stream"`, `"skip"`), inside attention (`q_norm`, `k_norm`) and behind the embedding
+    are followed by more than a matrix and keep their weights. The LayerNorm inside a "solu_ln" MLP goes into `W_out`; it stays, with weight one and
     bias zero.
     """
     return rewritten(cfg, state, [FoldLayerNorm()], dtype)
@@ -195,7 +194,7 @@ class FoldLayerNorm(Step):
     name = "fold_ln"
 
     def applies(self, cfg: HookedTransformerConfig) -> bool:
-        return cfg.norm_place not in ("post", "stream")
+        return cfg.norm_place not in ("post", "stream", "skip")
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         if cfg.positional_embedding_type == "shortformer" and has_norm_weights(cfg):
@@ -266,7 +265,8 @@ class CenterWritingWeights(Step):
 
     def applies(self, cfg: HookedTransformerConfig) -> bool:
         # where the stream is a norm's output, no weight writes its mean
-        return cfg.normalization_type in ("LN", "LNPre") and cfg.norm_place != "stream"
+        held = cfg.norm_place in ("stream", "skip")
+        return cfg.normalization_type in ("LN", "LNPre") and not held
 
     def objection(self, cfg: HookedTransformerConfig, state: State) -> str | None:
         if cfg.d_embed is not None:

@@ -18,12 +18,14 @@ GLOBAL = ["full_attention"] * 3
 VARIANTS = {
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss_no_bias": ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True}),
+    "gpt_oss_alpha": ("gpt_oss", {"swiglu_alpha": 1.1}),
     "gpt_oss_global": ("gpt_oss", {"layer_types": GLOBAL, **rope("default")}),
 }
 FIELDS = [
     ("gpt_oss", {"num_experts_per_tok": 3}),
     ("gpt_oss", {"sliding_window": 5}),
     ("gpt_oss", {"swiglu_limit": 0.5}),
+    ("gpt_oss", {"swiglu_alpha": 0.6}),
     ("gpt_oss", {"layer_types": GLOBAL}),
     ("gpt_oss", {"rms_norm_eps": 1e-5}),
     ("gpt_oss", rope("yarn", factor=2.0, truncate=False, **YARN)),

@@ -26,7 +26,7 @@ class TransformerBlock(Component):
 
     `hook_attn_out` and `hook_mlp_out` are what is added, after any norm or scale behind the
     sublayer, so resid_pre + attn_out = resid_mid and resid_mid + mlp_out = resid_post hold exactly
-    (`StreamNormBlock` is the exception).
+    (`StreamNormBlock` and `SkipNormBlock` are the exceptions).
     """
 
     def __init__(self, cfg: HookedTransformerConfig, spec: BlockSpec) -> None:
@@ -54,7 +54,7 @@ class TransformerBlock(Component):
 
     def forward(self, resid_pre: Residual, context: ForwardContext) -> Residual:
         """[batch, pos, d_model] in and out."""
-        resid_pre = self.hook_resid_pre(resid_pre)
+        resid_pre = self.before_attention(self.hook_resid_pre(resid_pre))
         attn_out = self.hook_attn_out(self.scaled(self.attention_branch(resid_pre, context)))
         resid_mid = self.after_attention(resid_pre + attn_out)
         if self.spec.mlp is None:
@@ -62,7 +62,7 @@ class TransformerBlock(Component):
         if self.spec.parallel:
             mlp_in = resid_pre
         else:
-            mlp_in = resid_mid = self.hook_resid_mid(resid_mid)
+            mlp_in = resid_mid = self.before_mlp(self.hook_resid_mid(resid_mid))
         if self.hook_mlp_in.listened:
             mlp_in = self.hook_mlp_in(mlp_in.clone())
         mlp_out = self.hook_mlp_out(self.scaled(self.mlp_branch(mlp_in)))
@@ -75,6 +75,15 @@ class TransformerBlock(Component):
     def mlp_branch(self, x: Residual) -> Residual:
         """Norm, MLP, and the norm behind it where there is one."""
         return self.ln2_post(self.mlp(self.ln2(x)))
+
+    def before_attention(self, x: Residual) -> Residual:
+        """What becomes of the stream before attention reads it and adds to it: nothing, most
+        often."""
+        return x
+
+    def before_mlp(self, x: Residual) -> Residual:
+        """The same before the MLP."""
+        return x
 
     def after_attention(self, x: Residual) -> Residual:
         """What becomes of the stream once attention has added to it: nothing, most often."""
@@ -153,9 +162,8 @@ class PostNormBlock(TransformerBlock):
         return self.ln2(self.mlp(x))
 
 
-class StreamNormBlock(TransformerBlock):
-    """A block whose norms hold the stream itself (arXiv 1706.03762): resid_mid = ln1(resid_pre +
-    attn_out), resid_post = ln2(resid_mid + mlp_out)."""
+class BareBranchBlock(TransformerBlock):
+    """A block whose sublayers read the stream as it is: norms hold the stream itself."""
 
     def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
         return self.attn(*self.attention_inputs(x, Absent(), context), context)
@@ -163,10 +171,27 @@ class StreamNormBlock(TransformerBlock):
     def mlp_branch(self, x: Residual) -> Residual:
         return self.mlp(x)
 
+
+class StreamNormBlock(BareBranchBlock):
+    """Norms after each addition (arXiv 1706.03762): resid_mid = ln1(resid_pre + attn_out),
+    resid_post = ln2(resid_mid + mlp_out)."""
+
     def after_attention(self, x: Residual) -> Residual:
         return self.ln1(x)
 
     def after_mlp(self, x: Residual) -> Residual:
+        return self.ln2(x)
+
+
+class SkipNormBlock(BareBranchBlock):
+    """Norms before each sublayer, on what goes past it as well (BLOOM's
+    `apply_residual_connection_post_layernorm`): resid_mid = ln1(resid_pre) + attn_out,
+    resid_post = ln2(resid_mid) + mlp_out."""
+
+    def before_attention(self, x: Residual) -> Residual:
+        return self.ln1(x)
+
+    def before_mlp(self, x: Residual) -> Residual:
         return self.ln2(x)
 
 
@@ -184,5 +209,5 @@ def build_mlp(cfg: HookedTransformerConfig, spec: MLPSpec | MoESpec) -> MLP | Mi
 
 def build_block(cfg: HookedTransformerConfig, spec: BlockSpec) -> TransformerBlock:
     """The class whose norms stand where the spec says."""
-    kinds = {"post": PostNormBlock, "stream": StreamNormBlock}
+    kinds = {"post": PostNormBlock, "stream": StreamNormBlock, "skip": SkipNormBlock}
     return kinds.get(spec.norm_place, TransformerBlock)(cfg, spec)

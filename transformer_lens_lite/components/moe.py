@@ -121,10 +121,11 @@ class Expert(Component):
         """What the expert has to say about these tokens."""
         gate = self.hook_gate(F.linear(x, self.W_gate.T, self.b_gate))
         pre = self.hook_pre(F.linear(x, self.W_in.T, self.b_up))
-        limit, offset = self.spec.limit, self.spec.offset
+        limit, offset, slope = self.spec.limit, self.spec.offset, self.spec.gate_slope
         if limit is not None:
             gate, pre = gate.clamp(max=limit), pre.clamp(-limit, limit)
-        post = self.hook_post(self.act_fn(gate) * (pre if offset == 0.0 else pre + offset))
+        gate = self.act_fn(gate) if slope == 1.0 else self.act_fn(gate * slope) / slope
+        post = self.hook_post(gate * (pre if offset == 0.0 else pre + offset))
         return F.linear(post, self.W_out.T, self.b_out)
 
 

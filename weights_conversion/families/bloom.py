@@ -10,15 +10,11 @@ from weights_conversion.table import Architecture, Map, Row
 
 BLOCK = "transformer.h.{i}."
 ATTN = f"{BLOCK}self_attention."
+PAST_NORM = "apply_residual_connection_post_layernorm"
 
 
 def read_config(reading: Reading) -> dict[str, Any]:
     d_model, n_heads, d_head = head_size(reading, "hidden_size", "n_head")
-    reading.require(
-        "apply_residual_connection_post_layernorm",
-        False,
-        "the residual stream would be that after the norm",
-    )
     reading.require("slow_but_exact", False, "Hugging Face's class forgets two biases with it")
     return {
         "n_layers": reading.size("n_layer"),
@@ -31,6 +27,7 @@ def read_config(reading: Reading) -> dict[str, Any]:
         "act_fn": "gelu_new",
         "eps": reading.number("layer_norm_epsilon", 1e-5),
         "normalization_type": "LN",
+        "norm_place": "skip" if reading.flag(PAST_NORM, False) else "pre",
         "positional_embedding_type": "alibi",
         "post_embedding_ln": True,
         "tie_word_embeddings": reading.flag("tie_word_embeddings", True),
@@ -45,6 +42,7 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
         "vocab_size": cfg.d_vocab,
         "seq_length": cfg.n_ctx,
         "layer_norm_epsilon": cfg.eps,
+        PAST_NORM: cfg.norm_place == "skip",
         "tie_word_embeddings": cfg.tie_word_embeddings,
     }
 

@@ -13,6 +13,7 @@ from weights_conversion.fields import Reading, attn_types, windows, write_window
 from weights_conversion.table import Map, Row
 
 MOE = f"{BLOCK}mlp."
+ALPHA = 1.702  # of `quick_gelu`
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -25,8 +26,8 @@ YARN = {
 
 def read_config(reading: Reading) -> dict[str, Any]:
     reading.require("mlp_bias", False, "experts of this family always have biases")
-    reading.require("hidden_act", "silu", "the gate of this family is x * sigmoid(1.702 x)")
-    reading.require("swiglu_alpha", 1.702, "the gate of this family is x * sigmoid(1.702 x)")
+    reading.require("hidden_act", "silu", "the gate of this family is x * sigmoid(alpha * x)")
+    alpha = reading.number("swiglu_alpha", ALPHA)
     if reading.raw("rope_parameters", reading.raw("rope_scaling")) is None:
         reading.config["rope_parameters"] = dict(YARN)
     fields = llama.read_config(reading, theta=150000.0, n_kv=8, d_head=64, n_ctx=131072)
@@ -38,7 +39,8 @@ def read_config(reading: Reading) -> dict[str, Any]:
         **windows(types, window),
         "eps": reading.number("rms_norm_eps", 1e-5),
         "use_attention_sinks": True,
-        "act_fn": "quick_gelu",
+        "act_fn": "quick_gelu" if alpha == ALPHA else "silu",
+        "expert_gate_slope": 1.0 if alpha == ALPHA else alpha,
         "gated_mlp_biases": True,
         "num_experts": reading.size("num_local_experts", 128),
         "experts_per_token": reading.size("num_experts_per_tok", 4),
@@ -60,6 +62,7 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
         "num_local_experts": cfg.num_experts,
         "num_experts_per_tok": cfg.experts_per_token,
         "swiglu_limit": cfg.expert_limit,
+        "swiglu_alpha": ALPHA if cfg.act_fn == "quick_gelu" else cfg.expert_gate_slope,
     }
 
 
