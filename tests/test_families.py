@@ -342,3 +342,33 @@ def test_a_flipped_field_changes_our_logits_as_it_changes_theirs_or_is_refused(n
             wrong.append(f"{field}={other!r}: {float(error):.1e}")
     assert wrong == []
     assert n_compared > 1
+
+
+# --- the paths of Hugging Face's modules ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())
+@torch.no_grad()
+def test_the_paths_of_modules_mean_what_those_modules_return(name: str) -> None:
+    hf_model = tiny.build(name)
+    model, ids = load(hf_model), tiny.tokens(hf_model.config)
+    modules, seen = dict(hf_model.named_modules()), {}
+    paths = [path for path in model.outputs_by_module() if path in modules]
+
+    def look(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            seen[path] = value.clone()  # some go on adding to it in place
+
+        return hook
+
+    for path in paths:
+        modules[path].register_forward_hook(look(path))
+    hf_model(ids)
+    _, cache = model.run_with_cache(ids)
+    n_layers = model.cfg.n_layers
+    assert sum("resid_post" in model.point_at(path) for path in seen) == n_layers
+    for path, value in seen.items():
+        ours = cache[path]
+        rows = value.reshape(-1, *ours.shape[1:])  # positions are those of every row
+        assert_close(ours, rows.expand_as(ours))

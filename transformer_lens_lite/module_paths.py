@@ -46,12 +46,26 @@ def their_modules(model: Any) -> Iterator[tuple[str, str]]:
     architecture = architecture_for(model.checkpoint_config)
     reading = architecture.reading(model.checkpoint_config)
     for placed in Table(architecture, model.cfg, reading).maps:
-        for theirs, ours in modules_of(placed.hf[0], placed.native[0]):
+        for theirs, ours in modules_of(placed.hf[0], placed.native[0], architecture.joins_stream):
+            if ours == "embed" and not is_plain(model):
+                continue
             yield theirs, ours
             yield theirs.partition(".")[2], ours  # seen from inside "model" or "transformer"
 
 
-def modules_of(tensor: str, parameter: str) -> Iterator[tuple[str, str]]:
+def is_plain(model: Any) -> bool:
+    """Whether embeddings are rows of the matrix: families differ in which module scales them."""
+    embed = model.embed
+    return bool(
+        model.cfg.embed_scale == 1.0
+        and isinstance(embed.ln, Absent)
+        and isinstance(embed.widen, Absent)
+    )
+
+
+def modules_of(
+    tensor: str, parameter: str, joins_stream: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
     """Theirs and ours, by one row of the table: the tensor's name there, the parameter's here."""
     module = tensor.rpartition(".")[0]
     if parameter == "embed.W_E":
@@ -76,5 +90,5 @@ def modules_of(tensor: str, parameter: str) -> Iterator[tuple[str, str]]:
     # output is the sublayer's, unless the layer itself is what holds it
     if inside[-1] != "W_gate" and inside == [sublayer, inside[-1]]:
         yield module, f"blocks.{layer}.{sublayer}"
-    if len(parts) == depth + 2:
+    if len(parts) == depth + 2 and sublayer not in joins_stream:
         yield ".".join(parts[: depth + 1]), f"blocks.{layer}.{sublayer}"

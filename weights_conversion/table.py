@@ -312,6 +312,8 @@ class Architecture:
     headless_class: the class of checkpoints without a single tensor whose name starts with
         `head_prefix`; `architectures` of their configs says so.
     old_names: endings of names, and what old files have instead.
+    joins_stream: sublayers ("attn", "mlp") whose module in Hugging Face adds the stream to what it
+        computes, so that its output is not what is added.
     """
 
     model_type: str
@@ -328,6 +330,7 @@ class Architecture:
     headless_class: str = ""
     head_prefix: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
+    joins_stream: tuple[str, ...] = ()
 
     def class_of(self, names: Iterable[str]) -> str:
         """Hugging Face's class of a checkpoint with these tensors."""

@@ -67,6 +67,7 @@ BLOOM = Architecture(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    joins_stream=("attn", "mlp"),
     cosmetic=because(
         "describes the training; Hugging Face's class does not look at it",
         "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion n_inner "

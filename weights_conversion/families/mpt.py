@@ -92,6 +92,7 @@ MPT = Architecture(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
+    joins_stream=("mlp",),
     cosmetic={
         "learned_pos_emb": "ALiBi takes their place",
         "embedding_fraction": "scales gradients",
