@@ -17,7 +17,7 @@ from transformer_lens_lite.decomposition import ResidualDecomposition
 from transformer_lens_lite.navigation import Node
 from transformer_lens_lite.recording import Recording, is_of_one_expert, name_and_call
 from transformer_lens_lite.steps import StepContext, Steps, When
-from transformer_lens_lite.utils import Slice, SliceInput, get_act_name
+from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
 
 CacheKey = str | tuple[Any, ...]
 # (first, last) columns of all rows, or one pair for each row
@@ -437,15 +437,8 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         if layers is None:
             return chosen
         n = self._n_layers or 1 + max((layer_of(name, -1) for name in known), default=-1)
-        if isinstance(layers, slice):
-            numbers = list(range(n)[layers])
-        else:
-            numbers = [layers] if isinstance(layers, int) else list(layers)
-            wrong = [layer for layer in numbers if not -n <= layer < n]
-            if wrong:
-                raise ValueError(f"layers={layers!r}: there is no layer {wrong[0]} among {n}")
-        inside = {layer % n for layer in numbers}
-        return [name for name in chosen if layer_of(name, -1) in inside]
+        numbers = layer_numbers(layers, n)
+        return [name for name in chosen if layer_of(name, -1) in numbers]
 
     def _full_names(self, name: Any, known: list[str]) -> list[str]:
         if not isinstance(name, tuple):

@@ -29,7 +29,7 @@ from transformer_lens_lite.hooks import (
     check_hook,
 )
 from transformer_lens_lite.steps import Pos, When
-from transformer_lens_lite.utils import Slice, SliceInput
+from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
 
 # a name, a glob, a predicate on names, or several of those; None: every point but the optional ones
 NamesFilter = str | Callable[[str], bool] | Iterable[Any] | None
@@ -117,7 +117,13 @@ class HookedRootModule(Component):
         if is_name_and_layer(names_filter):
             if meant := self.names_meant_by(*names_filter):
                 return meant
-            raise UnknownHookError(f"no hook point is meant by {names_filter!r}")
+            near = closest(get_act_name(*names_filter), self.hook_dict)
+            raise UnknownHookError(f"no hook point is meant by {names_filter!r}.{near}")
+        if not isinstance(names_filter, Iterable):
+            raise TypeError(
+                "names are a name, a glob, a predicate on names or a list of those, got "
+                f"{names_filter!r}"
+            )
         return [name for one in names_filter for name in self._resolve(one)]
 
     def names_meant_by(
@@ -143,7 +149,8 @@ class HookedRootModule(Component):
         chosen = list(dict.fromkeys(chosen))
         if layers is None:
             return chosen
-        wanted = {f"blocks.{layer}" for layer in self._layers(layers)}
+        numbers = layer_numbers(layers, len(getattr(self, "blocks", ())))
+        wanted = {f"blocks.{layer}" for layer in numbers}
         inside = [name for name in chosen if ".".join(name.split(".")[:2]) in wanted]
         if not inside:
             raise UnknownHookError(f"layers={layers!r} has none of the points {chosen[:3]}")
@@ -160,16 +167,6 @@ class HookedRootModule(Component):
         if path is not None and isinstance(self.mod_dict[path], nn.ModuleList):
             raise UnknownHookError(f"{path!r} is a list of modules, which nobody calls")
         return path
-
-    def _layers(self, layers: Any) -> list[int]:
-        n = len(getattr(self, "blocks", ()))
-        if isinstance(layers, slice):
-            return list(range(n)[layers])
-        numbers = [layers] if isinstance(layers, int) else list(layers)
-        wrong = [layer for layer in numbers if not -n <= layer < n]
-        if wrong:
-            raise ValueError(f"layers={layers!r}: there is no layer {wrong[0]} in a model of {n}")
-        return [layer % n for layer in numbers]
 
     def _matching(self, predicate: Callable[[str], bool], shown: str) -> list[str]:
         matching = [name for name in self.hook_dict if predicate(name)]

@@ -8,6 +8,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+
+def __getattr__(name: str) -> Any:
+    """Classic helpers that nothing here needs, from `utilities`, when somebody asks for one."""
+    if not name.startswith("_"):
+        from transformer_lens_lite import utilities
+
+        if name in utilities.__all__:
+            return getattr(utilities, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # None, an int, (start, stop[, step]), a list, tensor or array of indices, or a slice
 SliceInput = Any
 
@@ -116,6 +127,18 @@ def get_act_name(name: str, layer: int | str | None = None, layer_type: str | No
     if name in ("scale", "normalized") and layer is None:
         place = ["ln_final"]
     return ".".join([*place, f"hook_{name}"])
+
+
+def layer_numbers(layers: Any, n: int) -> list[int]:
+    """The layers that a number, a slice or a list of numbers means in a model of `n`; negative ones
+    count from the end. ValueError for one that is not there."""
+    if isinstance(layers, slice):
+        return list(range(n)[layers])
+    numbers = [layers] if isinstance(layers, int) else list(layers)
+    wrong = [layer for layer in numbers if not -n <= layer < n]
+    if wrong:
+        raise ValueError(f"layers={layers!r}: there is no layer {wrong[0]} in a model of {n}")
+    return [layer % n for layer in numbers]
 
 
 # --- loss and accuracy ----------------------------------------------------------------------------
