@@ -155,8 +155,8 @@ class Attachment(NamedTuple):
 
 
 class LensHandle:
-    """One function attached to one hook point. `remove()` detaches it; doing so twice is
-    harmless. `num_fires` counts how often it was called."""
+    """One function for one hook point, which `check_hook` has seen. `remove()` detaches it; doing
+    so twice is harmless. `num_fires` counts how often it was called."""
 
     def __init__(
         self,
@@ -185,6 +185,11 @@ class LensHandle:
     @property
     def hook(self) -> "LensHandle":
         """The handle itself: classic code removes through `handle.hook.remove()`."""
+        return self
+
+    def attach(self, prepend: bool = False) -> "LensHandle":
+        """Let the point call the function, after those it calls already or before them."""
+        self._siblings.insert(0 if prepend else len(self._siblings), self)
         return self
 
     def remove(self) -> None:
@@ -405,23 +410,8 @@ class HookPoint(Component):
         """
         check_hook(hook, self.name)
         limits = Limits(when, pos)
-        return self.attach(hook, dir, is_permanent, level, prepend, alias_names, limits)
-
-    def attach(
-        self,
-        hook: HookFunction,
-        dir: Direction = "fwd",
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-        alias_names: Sequence[str] | None = None,
-        limits: Limits = NO_LIMITS,
-    ) -> LensHandle:
-        """`add_hook` for a function that `check_hook` has seen: it may go to many points."""
-        handles = self.handles(dir)
         handle = LensHandle(self, hook, dir, is_permanent, level, alias_names, limits)
-        handles.insert(0 if prepend else len(handles), handle)
-        return handle
+        return handle.attach(prepend)
 
     def add_perma_hook(self, hook: HookFunction, dir: Direction = "fwd") -> LensHandle:
         """Attach a hook that `reset_hooks()` leaves in place."""

@@ -202,9 +202,9 @@ class HookedRootModule(Component):
         """
         wanted = self.attachments([(name, hook)], dir, when, pos)
         handles = HandleGroup(
-            self.hook_dict[each.name].attach(
-                hook, dir, is_permanent, level, prepend, limits=each.limits
-            )
+            LensHandle(
+                self.hook_dict[each.name], hook, dir, is_permanent, level, limits=each.limits
+            ).attach(prepend)
             for each in wanted
         )
         return handles[0] if isinstance(name, str) and len(handles) == 1 else handles
@@ -333,7 +333,8 @@ class HookedRootModule(Component):
         try:
             for name, hook, direction, limits in wanted:
                 point, level = self.hook_dict[name], self.context_level
-                handles.append(point.attach(hook, direction, level=level, limits=limits))
+                handle = LensHandle(point, hook, direction, context_level=level, limits=limits)
+                handles.append(handle.attach())
             yield handles
         finally:
             self.context_level -= 1
