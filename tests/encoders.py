@@ -9,6 +9,7 @@ from typing import Any
 
 import tiny
 import torch
+from families.gemma import LATER, MIXED, ropes
 from torch import Tensor, nn
 
 BERT = {
@@ -42,6 +43,14 @@ SIZES: dict[str, dict[str, Any]] = {
         },
         "pad_token_id": 0,
     },
+    "gemma3_text": {
+        **LATER,
+        **ropes({}, {}),
+        "vocab_size": 61,
+        "layer_types": MIXED,
+        "sliding_window": 15,
+        "use_bidirectional_attention": True,
+    },
     "distilbert": {
         "vocab_size": 61,
         "dim": 24,
@@ -72,6 +81,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"decoder_bias": False, "hidden_activation": "relu", "classifier_activation": "silu"},
     ),
     "modernbert_global": ("modernbert", {"layer_types": ["full_attention"] * 3}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3_untied": ("gemma3_text", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3_global": ("gemma3_text", {"layer_types": ["full_attention"] * 3}),
     "distilbert": ("distilbert", {}),
     "distilbert_relu": ("distilbert", {"activation": "relu", "n_heads": 4}),
     "distilbert_untied": ("distilbert", {"tie_word_embeddings": False}),
@@ -89,6 +101,8 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("modernbert", {"hidden_activation": "silu"}),
     ("modernbert", {"classifier_activation": "silu"}),
     ("modernbert", {"global_attn_every_n_layers": 3}),
+    ("gemma3", {"use_bidirectional_attention": False, "sliding_window": 8}),
+    ("gemma3", {"sliding_window": 9}),
     ("distilbert", {"activation": "relu"}),
     ("distilbert", {"n_heads": 4}),
 ]
@@ -102,20 +116,27 @@ def config(name: str, **changes: Any) -> Any:
     return CONFIG_MAPPING[model_type](**copy.deepcopy({**SIZES[model_type], **own, **changes}))
 
 
+def class_of(model_type: str, headless: bool) -> Any:
+    """Hugging Face's automatic class: Gemma's head is a causal model's, whichever way it sees."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    if headless:
+        return AutoModel
+    return AutoModelForCausalLM if model_type == "gemma3_text" else AutoModelForMaskedLM
+
+
 def build(name: str, headless: bool = False, seed: int = 0, **changes: Any) -> Any:
     """A loud Hugging Face model of a variant."""
-    from transformers import AutoModel, AutoModelForMaskedLM
-
-    kind = AutoModel if headless else AutoModelForMaskedLM
+    kind = class_of(VARIANTS[name][0], headless)
     made = kind.from_config(config(name, **changes), attn_implementation="eager")
     return tiny.loud(made, seed)
 
 
 def read(folder: Any, headless: bool = False, **arguments: Any) -> Any:
     """A saved Hugging Face model."""
-    from transformers import AutoModel, AutoModelForMaskedLM
+    from transformers import AutoConfig
 
-    kind = AutoModel if headless else AutoModelForMaskedLM
+    kind = class_of(AutoConfig.from_pretrained(folder).model_type, headless)
     return kind.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
 
 
@@ -130,7 +151,12 @@ def run(hf_model: nn.Module, ids: Tensor, mask: Tensor | None = None, **argument
     """A Hugging Face forward in which positions count the tokens that the mask leaves."""
     if mask is not None:
         hf_config: Any = hf_model.config
-        counted_from_zero = hf_config.model_type in ("bert", "distilbert", "modernbert")
+        counted_from_zero = hf_config.model_type in (
+            "bert",
+            "distilbert",
+            "modernbert",
+            "gemma3_text",
+        )
         first = 0 if counted_from_zero else hf_config.pad_token_id + 1
         positions = (mask.cumsum(1) - 1).clamp(min=0) + first
         arguments |= {"attention_mask": mask, "position_ids": positions}

@@ -536,7 +536,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_neo", {"attention_types": [["global"]]}, "attention_types"),
     ("gpt_neo", {"attention_types": [[["global"], 2]], "attention_layers": None}, "2 entries for"),
     ("gpt_neo", {"attention_layers": ["local"] * 3}, "attention_layers=.* contradicts"),
-    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
     ("bloom", {"slow_but_exact": True}, "forgets two biases"),
     ("stablelm", {"head_dim": 5}, "head_dim=5"),
     ("persimmon", {"num_key_value_heads": 1}, "num_key_value_heads=1"),
@@ -555,7 +554,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral", {"layer_types": ["full_attention"] * 2}, "2 entries for 3 layers"),
     ("ministral", {"layer_types": ["chunked_attention"] * 3}, "may hold .*chunked_attention"),
     ("mistral", {"attention_bias": True}, "does not choose its biases"),
-    ("gemma", {"use_bidirectional_attention": True}, "attention looks back only"),
+    ("gemma", {"use_bidirectional_attention": True}, "the mask of Hugging Face's class stays"),
+    ("gemma2", {"use_bidirectional_attention": True}, "the mask of Hugging Face's class stays"),
     ("gemma", {"hidden_activation": "relu"}, "looks at hidden_act"),
     ("gemma3", {"attn_logit_softcapping": 5.0}, "does not apply it"),
     (

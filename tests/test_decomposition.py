@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_lens_lite import ActivationCache, HookedTransformer
 
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5}
-SUMS = [n for n, v in native.VARIANTS.items() if v.get("norm_place") != "stream"]
+SUMS = [n for n, v in native.VARIANTS.items() if v.get("norm_place") not in ("stream", "skip")]
 
 
 @torch.no_grad()
@@ -186,6 +186,9 @@ def test_attributions_of_pairs_of_tokens_and_rows() -> None:
 def test_what_is_no_sum_is_refused() -> None:
     model, _, cache = run("stream_norm")  # which has to be there
     with pytest.raises(ValueError, match="no sum of what was added"):
+        cache.decompose_resid()
+    model, _, cache = run("skip_norm")
+    with pytest.raises(ValueError, match="norm_place='skip'.* no sum of what was added"):
         cache.decompose_resid()
     model, _, cache = run("experts")
     with pytest.raises(ValueError, match="mixture of experts"):

@@ -318,9 +318,10 @@ class ResidualDecomposition:
         number = n if layer is None or layer == -1 else layer
         if not 0 <= number <= n:
             raise ValueError(f"layer={layer} is outside of a model of {n} layers")
-        if self.model.cfg.norm_place == "stream":
+        place = self.model.cfg.norm_place
+        if place in ("stream", "skip"):
             raise ValueError(
-                "norm_place='stream': norms hold the stream itself, so that it is no sum of what "
+                f"norm_place={place!r}: norms hold the stream itself, so that it is no sum of what "
                 "was added"
             )
         return number

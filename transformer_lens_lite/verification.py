@@ -200,7 +200,9 @@ def hugging_face(place: str | PathLike[str], dtype: torch.dtype, ours: HookedTra
     in plain steps."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    kind = AutoModelForCausalLM if ours.is_causal else AutoModelForMaskedLM
+    # an encoder's head may be a causal model's: Gemma 3 has no other class
+    masked = str(ours.cfg.original_architecture).endswith("MaskedLM")
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     kind = kind if ours.cfg.unembedding else AutoModel
     # where ALiBi is a choice (Falcon), the eager attention of transformers 5 adds it twice
     attention = "sdpa" if ours.cfg.positional_embedding_type == "alibi" else "eager"

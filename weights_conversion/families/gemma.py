@@ -1,7 +1,8 @@
 """Gemma: norm weights are stored less one, embeddings grow by the root of their width.
 
 Gemma 2 has norms around each sublayer, soft caps and windows in every other layer; Gemma 3 norms
-queries and keys instead of capping, and its sliding layers turn at a rate of their own.
+queries and keys instead of capping, and its sliding layers turn at a rate of their own. With
+`use_bidirectional_attention` Gemma 3 is an encoder (EmbeddingGemma), most often without a head.
 """
 
 import math
@@ -24,7 +25,7 @@ from weights_conversion.fields import (
     write_rope_by_layer_type,
     write_windows,
 )
-from weights_conversion.table import Map, Row, override
+from weights_conversion.table import Map, Row, override, without
 
 Needs = Callable[[str], bool]
 
@@ -32,7 +33,6 @@ Needs = Callable[[str], bool]
 def read_common(reading: Reading, n_kv: int, n_ctx: int) -> dict[str, Any]:
     """What all generations share: everything but positions, windows and activation."""
     fields = llama.read_all_but_positions(reading, n_kv=n_kv, d_head=256, n_ctx=n_ctx)
-    reading.require("use_bidirectional_attention", False, "attention looks back only")
     reading.require("mlp_bias", False, "MLPs of this family have no biases")
     return {
         **fields,
@@ -42,7 +42,14 @@ def read_common(reading: Reading, n_kv: int, n_ctx: int) -> dict[str, Any]:
     }
 
 
+def require_causal(reading: Reading) -> None:
+    """Of the families before Gemma 3."""
+    causal = "the mask of Hugging Face's class stays causal with it"
+    reading.require("use_bidirectional_attention", False, causal)
+
+
 def read_config(reading: Reading) -> dict[str, Any]:
+    require_causal(reading)
     fields = read_common(reading, n_kv=16, n_ctx=8192)
     act_fn = reading.activation("hidden_act", "gelu_pytorch_tanh")
     reading.require("hidden_activation", "gelu_pytorch_tanh", "Hugging Face looks at hidden_act")
@@ -84,6 +91,7 @@ def soft_cap(reading: Reading, name: str, default: float | None) -> float:
 
 
 def read_config_2(reading: Reading) -> dict[str, Any]:
+    require_causal(reading)
     fields = read_later(reading, pattern=2, n_ctx=8192)
     return {
         **fields,
@@ -125,6 +133,7 @@ def rows_2(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
 # --- Gemma 3 ------------------------------------------------------------------------------------
 
 
+HEADLESS = "Gemma3TextModel"
 # What files that see images leave out of their text_config.
 LEFT_OUT = {"vocab_size": 262208, "num_attention_heads": 8}
 
@@ -134,6 +143,8 @@ def read_config_3(reading: Reading) -> dict[str, Any]:
     pattern = reading.size("_sliding_window_pattern", reading.size("sliding_window_pattern", 6))
     fields = read_later(reading, pattern=pattern, n_ctx=131072)
     reading.require("attn_logit_softcapping", None, "Hugging Face's Gemma 3 does not apply it")
+    if reading.flag("use_bidirectional_attention", False):
+        fields |= read_encoder(reading, fields)
     return {
         **fields,
         "use_qk_norm": True,
@@ -142,12 +153,40 @@ def read_config_3(reading: Reading) -> dict[str, Any]:
     }
 
 
+def read_encoder(reading: Reading, fields: dict[str, Any]) -> dict[str, Any]:
+    """What looking both ways changes. The window is written as both sides of a token together."""
+    changes: dict[str, Any] = {"attention_dir": "bidirectional"}
+    if "window_size" in fields:
+        changes["window_size"] = fields["window_size"] // 2 + 1
+    if HEADLESS in reading.names("architectures"):
+        changes |= {"unembedding": False, "tie_word_embeddings": False}
+    return changes
+
+
 def write_config_3(cfg: HookedTransformerConfig, needs: Needs) -> dict[str, Any]:
-    return {**write_later(cfg, needs), **write_rope_by_layer_type(cfg)}
+    written = {**write_later(cfg, needs), **write_rope_by_layer_type(cfg)}
+    if cfg.attention_dir == "causal":
+        return written
+    head = {} if cfg.unembedding else {"architectures": [HEADLESS], "tie_word_embeddings": True}
+    return {
+        **written,
+        **head,
+        "use_bidirectional_attention": True,
+        "sliding_window": 2 * (written["sliding_window"] - 1),
+    }
 
 
 def rows_3(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
-    return [*rows_2(cfg, reading), *qk_norms()]
+    rows = [*rows_2(cfg, reading), *qk_norms()]
+    return rows if cfg.unembedding else headless(rows)
+
+
+def headless(rows: list[Row]) -> list[Row]:
+    """The rows of a file that holds only what is inside `model.`"""
+    return [
+        replace(row, hf=row.hf.removeprefix("model.")) if isinstance(row, Map) else row
+        for row in without(rows, "unembed.W_U", "unembed.b_U")
+    ]
 
 
 GEMMA = replace(
@@ -173,5 +212,7 @@ GEMMA3 = replace(
     read_config=read_config_3,
     write_config=write_config_3,
     rows=rows_3,
+    headless_class=HEADLESS,
+    head_prefix="model.",  # of all names, unless the file was written by the class without a head
 )
 ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3)
