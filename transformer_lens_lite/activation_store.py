@@ -5,10 +5,12 @@ turn, with spans for the phases of a message.
 """
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,18 +186,23 @@ class ActivationStore:
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Every run as a safetensors file in a new folder; tags must be plain data."""
-        from transformer_lens_lite.activation_files import save_store
-
-        save_store(self, folder)
+        place = Path(folder)
+        for _, tags in self._runs:
+            json.dumps(tags)  # before anything is written
+        place.mkdir(parents=True)
+        for number, (cache, tags) in enumerate(self._runs):
+            cache._save(place / f"run-{number:06d}.safetensors", tags=tags)
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> "ActivationStore":
         """A store that was saved. Its values are mapped from the files, not read."""
-        from transformer_lens_lite.activation_files import load_store
-
+        place = Path(folder)
+        if not place.is_dir():
+            raise FileNotFoundError(f"there is no folder {place}")
         store = cls()
-        for cache, tags in load_store(folder):
-            store.add(cache, **tags)
+        for path in sorted(place.glob("run-*.safetensors")):
+            cache, about = ActivationCache._load(path)
+            store.add(cache, **about.get("tags", {}))
         return store
 
 

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from transformer_lens_lite.capture import Recorder
 from transformer_lens_lite.config import closest
 from transformer_lens_lite.decomposition import ResidualDecomposition
 from transformer_lens_lite.navigation import Node
-from transformer_lens_lite.recording import Recording, is_of_one_expert, name_and_call
+from transformer_lens_lite.recording import Recording, compact, is_of_one_expert, name_and_call
+from transformer_lens_lite.recording_files import load_recording, save_recording
 from transformer_lens_lite.steps import StepContext, Steps, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
 
@@ -77,17 +79,27 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a safetensors file: tensors, tokens, steps and spans. What else there is,
         such as the arguments of modules, is left out."""
-        from transformer_lens_lite.activation_files import save_cache
+        self._save(path)
 
-        save_cache(self, path)
+    def _save(self, path: str | PathLike[str], **about: Any) -> None:
+        about = {"spans": self._spans, "n_layers": self._n_layers, **about}
+        save_recording(self._recording(), Path(path), about)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: Any = None) -> "ActivationCache":
         """A cache that was saved. Its tensors are mapped from the file, not read, until they are
         used or moved to a device."""
-        from transformer_lens_lite.activation_files import load_cache
+        cache, _ = cls._load(path)
+        return cache if device is None else cache.to(device)
 
-        return load_cache(path, device)
+    @classmethod
+    def _load(cls, path: str | PathLike[str]) -> tuple["ActivationCache", dict[str, Any]]:
+        record, about = load_recording(Path(path))
+        cache = cls.of_recording(record, n_layers=about["n_layers"])
+        for name, span in about["spans"].items():
+            is_pair = isinstance(span[0], int)
+            cache._spans[name] = tuple(span) if is_pair else [tuple(each) for each in span]
+        return cache, about
 
     # -- what is kept --
 
@@ -596,13 +608,6 @@ def of_rows(span: Span, rows: Int[Tensor, " row"]) -> Span:
         return span
     own = [span[row] for row in rows.tolist()]
     return own[0] if len(own) == 1 else own
-
-
-def compact(value: Any) -> Any:
-    """The tensor, or a copy when it is a part of something bigger that pickling would keep."""
-    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()
-    return value
 
 
 def layer_of(name: str, default: Any = None) -> Any:

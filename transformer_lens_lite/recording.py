@@ -223,6 +223,13 @@ def at(value: Tensor, axis: int, places: Places) -> Tensor:
     return value.index_select(axis, places)
 
 
+def compact(value: Any) -> Any:
+    """The tensor, or a copy when it is a part of something bigger that pickling would keep."""
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
+
+
 def name_and_call(key: Any) -> tuple[Any, int | None]:
     """("name:3", …) -> (("name", …), 3); None without a call."""
     name = key[0] if isinstance(key, tuple) and key else key

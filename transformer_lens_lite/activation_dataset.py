@@ -1,13 +1,5 @@
-"""Activations on disk: one cache as a file, and many as rows of a dataset.
+"""Activations of many texts on disk, as rows."""
 
-Everything is safetensors. A file is written beside its place and then moved there, so that a file
-that exists is whole; it is mapped when it is read.
-"""
-
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,126 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_lens_lite.activations import ActivationCache, MissingActivation, compact
+from transformer_lens_lite.activations import ActivationCache, MissingActivation
 from transformer_lens_lite.config import closest
-from transformer_lens_lite.recording import Axes, Call, Forward, Recording
+from transformer_lens_lite.recording_files import VALUES, opened, write
 
-FORMAT = "transformer_lens_lite.activations.1"
-VALUES = "values/"
-OF_COLUMNS = ("tokens", "attention_mask", "columns")
 SHARD = "rows-{:06d}.safetensors"
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """A safetensors file, whole or not at all."""
-    from safetensors.torch import save_file
-
-    whole, storages = {}, set()
-    for name, tensor in tensors.items():
-        kept = compact(tensor.detach().cpu().contiguous())
-        storage = kept.untyped_storage().data_ptr()
-        whole[name] = kept.clone() if storage in storages else kept  # the format shares nothing
-        storages.add(storage)
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        save_file(whole, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
-        os.replace(unfinished, path)
-    finally:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()
-
-
-def opened(path: Path) -> tuple[Any, dict[str, Any]]:
-    """A file that `write` made, and what was written about it.
-
-    Raises: FileNotFoundError; ValueError for another kind of file, or a damaged one.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        file = safe_open(path, framework="pt", device="cpu")
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} holds no activations that were saved here")
-        return file, json.loads(metadata["about"])
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
-# --- one cache ------------------------------------------------------------------------------------
-
-
-def save_cache(cache: ActivationCache, path: str | PathLike[str], **more: Any) -> None:
-    """Write a cache; what is no tensor (arguments of modules) is left out."""
-    record = cache._recording()
-    tensors = {VALUES + name: value for name, value in record.values.items()}
-    for name in OF_COLUMNS:
-        given = getattr(record, name)
-        if given is not None:
-            tensors[name] = given
-    about = {
-        "calls": record.calls,
-        "axes": record.axes,
-        "forwards": [forward.__dict__ for forward in record.forwards],
-        "names": list(record.values),
-        "spans": cache._spans,
-        "has_batch_dim": cache.has_batch_dim,
-        "n_layers": cache._n_layers,
-        **more,
-    }
-    write(Path(path), tensors, about)
-
-
-def load_cache(path: str | PathLike[str], device: Any = None) -> ActivationCache:
-    """Read a cache that was saved: mapped, until it is moved to another device."""
-    cache, _ = load_cache_and_tags(Path(path))
-    return cache if device is None else cache.to(device)
-
-
-def load_cache_and_tags(path: Path) -> tuple[ActivationCache, dict[str, Any]]:
-    """A cache, and what else was written about it."""
-    file, about = opened(path)
-    try:
-        names = set(file.keys())
-        record = Recording(
-            values={name: file.get_tensor(VALUES + name) for name in about["names"]},
-            calls={n: [Call(*each) for each in calls] for n, calls in about["calls"].items()},
-            axes={n: Axes(*each) for n, each in about["axes"].items()},
-            forwards=[Forward(**each) for each in about["forwards"]],
-            has_batch_dim=about["has_batch_dim"],
-            **{name: file.get_tensor(name) for name in OF_COLUMNS if name in names},
-        )
-        cache = ActivationCache.of_recording(record, n_layers=about["n_layers"])
-        for name, span in about["spans"].items():
-            is_pair = isinstance(span[0], int)
-            cache._spans[name] = tuple(span) if is_pair else [tuple(each) for each in span]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    return cache, about.get("tags", {})
-
-
-def save_store(store: Any, folder: str | PathLike[str]) -> None:
-    """Every run of a store, in a folder that does not exist yet."""
-    place = Path(folder)
-    for _, tags in store.runs:
-        json.dumps(tags)  # before anything is written
-    place.mkdir(parents=True)
-    for number, (cache, tags) in enumerate(store.runs):
-        save_cache(cache, place / f"run-{number:06d}.safetensors", tags=tags)
-
-
-def load_store(folder: str | PathLike[str]) -> Iterator[tuple[ActivationCache, dict[str, Any]]]:
-    """The runs of a store that was saved, with their tags."""
-    place = Path(folder)
-    if not place.is_dir():
-        raise FileNotFoundError(f"there is no folder {place}")
-    for path in sorted(place.glob("run-*.safetensors")):
-        yield load_cache_and_tags(path)
-
-
-# --- many -----------------------------------------------------------------------------------------
 
 
 class ActivationDataset:
