@@ -6,9 +6,11 @@ round trips of tensors and configs (test_conversion), folders on disk (test_load
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import encoders
 import pytest
 import tiny
 import torch
@@ -84,6 +86,21 @@ def test_40_greedy_tokens_equal_hugging_faces(name: str) -> None:
     assert torch.equal(greedy(model, tokens), theirs)
     if name not in LENGTH_DEPENDENT and name in FAMILIES.values():
         assert torch.equal(greedy(model, tokens, use_past_kv_cache=False), theirs)
+
+
+# --- the published table --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("title", "made_by"), [("family", tiny), ("encoder", encoders)])
+def test_the_parity_table_has_every_family_with_all_its_variants(
+    title: str, made_by: Any, project_root: Path
+) -> None:
+    """After a new variant: python scripts/write_parity.py FAMILY."""
+    page = (project_root / "docs" / "parity.md").read_text()
+    table = page.partition(f"| {title} | fp32 |")[2].partition("\n\n")[0]
+    published = {name: int(n) for name, n in re.findall(r"\n\| (\S+) \| \S+ \((\d+)\)", table)}
+    tested = Counter(model_type for model_type, _ in made_by.VARIANTS.values())
+    assert published == dict(tested)
 
 
 # --- mistakes would show --------------------------------------------------------------------------
