@@ -73,15 +73,12 @@ class MixtureOfExperts(Component):
         rows = order // chosen.shape[1]
         weight = weights.flatten()[order, None].to(x.dtype)
         inputs = x[rows] * weight if self.spec.router.on_input else x[rows]
-        outputs = [
-            expert(part)
-            for expert, part in zip(self.experts, inputs.split(counts), strict=True)
-            if len(part)
-        ]
+        parts = zip(self.experts, inputs.split(counts), counts, strict=True)
+        outputs = [expert(part) for expert, part, n_tokens in parts if n_tokens]
         out = torch.cat(outputs) if outputs else inputs
         if not self.spec.router.on_input:
             out = out * weight
-        return torch.zeros_like(x).index_add(0, rows, out)
+        return torch.zeros_like(x).index_add_(0, rows, out)
 
     def shared_out(
         self, x: Float[Tensor, "batch pos d_model"]
