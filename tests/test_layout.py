@@ -37,8 +37,10 @@ RULES = [
     Rule(f"{LIB}.fingerprint",    ()),
     Rule(f"{LIB}.kv_formats",     (f"{LIB}.config",)),
     Rule(f"{LIB}.kv_cache",       (f"{LIB}.config", f"{LIB}.fingerprint", f"{LIB}.kv_formats")),
+    Rule(f"{LIB}.factored_matrix", ()),
     Rule(f"{LIB}.components*",    (f"{LIB}.config", f"{LIB}.rope_scaling", f"{LIB}.hooks",
-                                   f"{LIB}.kv_cache", f"{LIB}.components*")),
+                                   f"{LIB}.kv_cache", f"{LIB}.factored_matrix",
+                                   f"{LIB}.components*")),
     Rule(f"{LIB}.model",          (ANY,), but_not=(f"{LIB}.demo", f"{LIB}.analysis*")),
     Rule(f"{WEIGHTS}*",           (f"{LIB}.config", f"{WEIGHTS}*")),
 ]

@@ -412,6 +412,46 @@ def _local_folder(name: str | os.PathLike[str]) -> Path | None:
 # --- the hub ------------------------------------------------------------------------------------
 
 
+def on_the_hub(name: Any) -> Any:
+    """A classic short name ("gpt2-small") as the hub's; folders, files and other names as they
+    are."""
+    if not isinstance(name, str) or name in BOXED or Path(name).expanduser().exists():
+        return name
+    from transformer_lens_lite.compat.model_names import hub_name
+
+    return hub_name(name)
+
+
+def read_config(
+    name: str | os.PathLike[str], first_n_layers: int | None, overrides: dict[str, Any]
+) -> HookedTransformerConfig:
+    """The native config of a folder or hub name, from its config.json alone.
+
+    Raises: FileNotFoundError when there is none; ValueError when it is not understood.
+    """
+    conversion = _conversion()
+    folder = _local_folder(name)
+    config = read_json((folder or _download_config(os.fspath(name), None)) / "config.json")
+    if is_native(config):
+        whole, _ = understood(config, str(name), overrides)
+    else:
+        config = config["text_config"] if conversion.is_around_text(config) else config
+        architecture = conversion.architecture_for(config)
+        whole = architecture.read(architecture.reading(config, str(name)), **overrides)
+    return whole if first_n_layers is None else conversion.first_layers(whole, first_n_layers)
+
+
+def _download_config(name: str, revision: str | None) -> Path:
+    """Fetch config.json into the hub's cache; the folder it is in."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        raise FileNotFoundError(_why_not(name, error)) from error
+
+
 def _download(name: str, revision: str | None) -> Path:
     """Fetch config and weights into the hub's cache; the folder they are in.
 
@@ -424,10 +464,7 @@ def _download(name: str, revision: str | None) -> Path:
     def fetch(file: str) -> Path:
         return Path(hf_hub_download(name, file, revision=revision))
 
-    try:
-        folder = fetch("config.json").parent
-    except (OSError, ValueError, EntryNotFoundError) as error:
-        raise FileNotFoundError(_why_not(name, error)) from error
+    folder = _download_config(name, revision)
     for file in WEIGHT_FILES:
         try:
             path = fetch(file)
@@ -583,6 +620,7 @@ def load_pretrained(
         FileNotFoundError: no such model, or a file of it is missing.
         ValueError: a checkpoint or config that is damaged, unsupported, or not wholly understood.
     """
+    model_name = on_the_hub(model_name)
     checkpoint = open_checkpoint(model_name, hf_model, hf_config, revision)
     checkpoint.config = _conversion().completed(checkpoint.config, checkpoint.names())
     overrides: dict[str, Any] = {

@@ -219,13 +219,14 @@ def get_attention_mask(
 
 
 def get_tokens_with_bos_removed(
-    tokenizer: Any, tokens: Int[Tensor, "*batch pos"]
+    tokenizer: Any, tokens: Int[Tensor, "*batch pos"], padding_side: str | None = None
 ) -> Int[Tensor, "*batch pos-1"]:
     """The tokens without the BOS each row starts with; padding stays.
 
     Raises ValueError when a row does not start with BOS: rows could no longer be of one length.
     """
-    first = get_attention_mask(tokenizer, tokens, prepend_bos=True).argmax(-1, keepdim=True)
+    mask = get_attention_mask(tokenizer, tokens, prepend_bos=True, padding_side=padding_side)
+    first = mask.argmax(-1, keepdim=True)
     bos_id = special_id(tokenizer, "bos_token")
     if bos_id is None or not bool((tokens.gather(-1, first) == bos_id).all()):
         raise ValueError("not every row starts with BOS, so there is none to remove")

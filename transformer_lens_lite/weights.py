@@ -1,5 +1,6 @@
 """All layers' weights at once, as fresh tensors, and what to call the heads."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.factored_matrix import FactoredMatrix, composition_scores
 from transformer_lens_lite.root_module import HookedRootModule
 
 
@@ -116,6 +118,34 @@ class StackedWeights(HookedRootModule):
         return self._stacked("mlp.b_out")
 
     @property
+    def QK(self) -> FactoredMatrix:
+        """What every head scores: W_Q W_Kᵀ, [layer, head, d_model, d_model]. ValueError for latent
+        attention."""
+        return stacked([block.attn.QK for block in self.blocks])
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """What every head moves: W_V W_O, [layer, head, d_model, d_model]. ValueError for latent
+        attention."""
+        return stacked([block.attn.OV for block in self.blocks])
+
+    def all_composition_scores(
+        self, mode: str
+    ) -> Float[Tensor, "left_layer left_head right_layer right_head"]:
+        """How much every head reads, in its queries ("Q"), keys ("K") or values ("V"), of what
+        every earlier head writes: see `composition_scores`. 0 unless left_layer < right_layer.
+
+        Raises: ValueError for another mode, and for latent attention.
+        """
+        reads = {"Q": lambda: self.QK, "K": lambda: self.QK.T, "V": lambda: self.OV}
+        if mode not in reads:
+            raise ValueError(f"mode must be 'Q', 'K' or 'V', got {mode!r}")
+        scores = composition_scores(self.OV, reads[mode]())
+        layers = torch.arange(self.cfg.n_layers, device=scores.device)
+        earlier = layers[:, None, None, None] < layers[:, None]
+        return torch.where(earlier, scores, torch.zeros_like(scores))
+
+    @property
     def n_params_total(self) -> int:
         """Numbers in all parameters, each shared tensor counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -136,3 +166,10 @@ class StackedWeights(HookedRootModule):
         """["L0H0", "L0H1", …]."""
         cfg = self.cfg
         return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+
+
+def stacked(matrices: Sequence[FactoredMatrix]) -> FactoredMatrix:
+    """Factored matrices of one shape as one, with a new first axis."""
+    return FactoredMatrix(
+        torch.stack([each.A for each in matrices]), torch.stack([each.B for each in matrices])
+    )

@@ -23,10 +23,15 @@ from transformer_lens_lite.components.storage import (
     transposed,
 )
 from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig, NormSpec
+from transformer_lens_lite.factored_matrix import FactoredMatrix
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 from transformer_lens_lite.kv_cache import Segment
 
 # what older checkpoints of the classic class carry beside the parameters
+NO_MATRIX = (
+    "latent attention has no QK or OV matrix: a norm stands between the stream and what keys and "
+    "values are made from (W_K and W_V read the latent)"
+)
 LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 PerHead = Float[Tensor, "batch pos head d_head"]
 PerKeyHead = Float[Tensor, "batch pos kv_head d_head"]
@@ -113,6 +118,18 @@ class Attention(Component):
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
         self.joined = JoinedProjection()  # do not keep the memory the parameters are leaving
         return super()._apply(*args, **kwargs)
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        """What each head scores: W_Q W_Kᵀ, from queries' streams to keys', [head, d_model,
+        d_model]."""
+        return FactoredMatrix(self.W_Q, self.W_K.mT)
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        """What each head moves: W_V W_O, from where it reads to where it writes, [head, d_model,
+        d_model]."""
+        return FactoredMatrix(self.W_V, self.W_O)
 
     # -- the sentence --
 
@@ -396,6 +413,14 @@ class LatentAttention(Attention):
             torch.cat((k, shared), -1),
             project(of_values, self.W_V),
         )
+
+    @property
+    def QK(self) -> FactoredMatrix:
+        raise ValueError(NO_MATRIX)
+
+    @property
+    def OV(self) -> FactoredMatrix:
+        raise ValueError(NO_MATRIX)
 
     def kv_latent(
         self, x: Float[Tensor, "batch pos *head d_model"]
