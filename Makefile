@@ -10,10 +10,10 @@ NOTEBOOKS := $(wildcard notebooks/*.py notebooks/*.ipynb)
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs notebooks check parity bench clean
+.PHONY: help demo test clients lint types docs notebooks check parity hook-points bench clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z]*\):.*##/make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*##/make \1\t/p' $(MAKEFILE_LIST)
 
 # A stamp is newer than pyproject.toml and constraints.txt once its extras are installed.
 $(VENV)/.made:
@@ -41,6 +41,9 @@ demo: $(VENV)/.package  ## look inside the trained model in the box
 test: $(VENV)/.test  ## the tests (PYTEST_ARGS="-k cache" for some of them)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
+clients: $(VENV)/.test  ## packages of others over this library (installs them, so it needs a network)
+	TEST_CLIENTS=1 $(PY) -m pytest tests/test_sae_lens.py
+
 lint: $(VENV)/.check  ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -64,6 +67,9 @@ check: lint types docs notebooks  ## all that is not a test
 
 parity: $(VENV)/.test  ## measure every family against Hugging Face, and write docs/parity.md
 	$(PY) scripts/write_parity.py
+
+hook-points: $(VENV)/.test  ## list the hook points of every kind of model in docs/hook_points.md
+	$(PY) scripts/write_hook_points.py
 
 bench: $(VENV)/.test  ## time and memory against plain transformers
 	$(PY) -m benchmarks

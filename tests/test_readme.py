@@ -1,6 +1,7 @@
 """The Python blocks of README and docs run: README's each by itself, those of a page in order."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_the_blocks_of_a_page_run_in_order(page: Path) -> None:
 def test_there_are_blocks_to_run() -> None:
     assert len(README) >= 4
     assert "adding_an_architecture" in [page.stem for page in WITH_CODE]
+
+
+def test_the_page_of_hook_points_is_what_the_models_have() -> None:
+    """After a new hook point: make hook-points. (What it says of Hugging Face's modules is checked
+    by test_families and test_verification.)"""
+    written = runpy.run_path(str(ROOT / "scripts" / "write_hook_points.py"))
+    assert (ROOT / "docs" / "hook_points.md").read_text() == written["page"]()
