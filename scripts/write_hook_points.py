@@ -72,11 +72,13 @@ WHAT = {
 }
 HEAD = """# Hook points
 
-Written by `make hook-points`, not edited by hand. Every table is one kind of model; `{i}` is the layer. A point in *italics*
-costs something to compute: it exists, is computed when somebody listens, and is in a blanket `run_with_cache` only if the named
-flag is on. "In Hugging Face" is the module whose output (or input) is the same value; heads are flattened there.
+Written by `make hook-points`, not edited by hand. Every table is one kind of model; `{i}` is the
+layer. A point in *italics* costs something to compute: it exists, is computed when somebody
+listens, and is in a blanket `run_with_cache` only if the named flag is on. "In Hugging Face" is the
+module whose output (or input) is the same value; heads are flattened there.
 
-`cache["resid_post", 5]`, `cache["pattern", 5]`, `cache["scale", 5, "ln1"]` are short for the full names.
+`cache["resid_post", 5]`, `cache["pattern", 5]`, `cache["scale", 5, "ln1"]` are short for the full
+names.
 """
 
 
