@@ -239,7 +239,11 @@ class ByHand:
         length = torch.tensor([len(x)])
         frequencies = spec.scaling.inverse_frequencies(spec.base, spec.dim, length).view(-1)
         angles = torch.arange(len(x))[:, None] * frequencies.double()
-        turn = torch.polar(torch.full_like(angles, spec.scaling.attention_factor), angles)
+        factor = spec.scaling.attention_factor
+        if (long := getattr(spec.scaling, "long_attention_factor", None)) is not None:
+            is_long = len(x) > spec.scaling.original_max_position_embeddings
+            factor = long if is_long else factor
+        turn = torch.polar(torch.full_like(angles, factor), angles)
         rotated, rest = x[:, : spec.dim], x[:, spec.dim :]
         if self.cfg.rotary_adjacent_pairs:
             first, second = rotated[:, 0::2], rotated[:, 1::2]

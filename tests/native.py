@@ -80,7 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamic": scaled("dynamic", factor=2.0, **ORIGINAL),
     "llama3": scaled("llama3", **LLAMA3, **BETWEEN),
     "yarn": scaled("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.5, **BETWEEN),
-    "longrope": scaled("longrope", **LONG),
+    "longrope": scaled("longrope", **LONG, long_attention_factor=1.6),
     "alibi": {"positional_embedding_type": "alibi"},
     "alibi_six_heads": {"positional_embedding_type": "alibi", "n_heads": 6},
     "no_positions": {"positional_embedding_type": "none"},

@@ -555,6 +555,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral", {"layer_types": ["chunked_attention"] * 3}, "may hold .*chunked_attention"),
     ("mistral", {"attention_bias": True}, "does not choose its biases"),
     ("gemma", {"use_bidirectional_attention": True}, "the mask of Hugging Face's class stays"),
+    (
+        "phimoe_longrope",
+        {"rope_parameters": {"rope_type": "longrope", **tiny.LONG, "short_mscale": 1.3}},
+        "short_mscale=1.3 and long_mscale=None go together",
+    ),
     ("gemma2", {"use_bidirectional_attention": True}, "the mask of Hugging Face's class stays"),
     ("gemma", {"hidden_activation": "relu"}, "looks at hidden_act"),
     ("gemma3", {"attn_logit_softcapping": 5.0}, "does not apply it"),

@@ -73,6 +73,21 @@ def test_chunks_and_padded_rows_give_the_logits_of_the_whole(name: str) -> None:
     assert_close(logits[1, 8:], model(short[None])[0], atol=2e-5)
 
 
+@torch.no_grad()
+def test_phimoe_scales_long_texts_by_a_number_of_their_own() -> None:
+    """Hugging Face's keeps the divisors for short texts, so here both lists are the same."""
+    scaling = tiny.config("phimoe_longrope_two_scales").rope_parameters
+    scaling["long_factor"] = scaling["short_factor"]
+    hf_model = tiny.build("phimoe_longrope_two_scales", rope_parameters=scaling)
+    model = load(hf_model, n_ctx=128)
+    tokens = tiny.tokens(hf_model.config, length=70)
+    for length in (64, 65, 70):
+        part = tokens[:, :length]
+        assert_close(model(part), hf_run(hf_model, part).logits)
+    padded, mask = left_padded([tokens[0], tokens[1, :20]])  # each row by its own length
+    assert_close(model(padded, attention_mask=mask)[1, 50:], model(tokens[1:, :20])[0], atol=2e-5)
+
+
 # --- greedy continuations -------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -37,6 +37,10 @@ class RotaryScaling:
     @property
     def attention_factor(self) -> float:
         return 1.0
+
+    def attention_factors(self, lengths: Int[Tensor, " row"]) -> float | Float[Tensor, "row 1 1"]:
+        """`attention_factor`, or one for each row where it depends on how long that is."""
+        return self.attention_factor
 
     def inverse_frequencies(
         self, base: float, dim: int, lengths: Int[Tensor, " batch"] | None = None
@@ -134,7 +138,10 @@ class YarnScaling(RotaryScaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(RotaryScaling):
-    """LongRoPE (arXiv 2402.13753): searched divisors, one set for short rows and one for long."""
+    """LongRoPE (arXiv 2402.13753): searched divisors, one set for short rows and one for long.
+
+    `long_attention_factor`: that of long rows, where it is another (Phi-3.5-MoE).
+    """
 
     rope_type: ClassVar[str] = "longrope"
     varies_with_length: ClassVar[bool] = True
@@ -143,6 +150,7 @@ class LongRopeScaling(RotaryScaling):
     original_max_position_embeddings: int = 4096
     factor: float = 1.0
     fixed_attention_factor: float | None = None
+    long_attention_factor: float | None = None
 
     @property
     def attention_factor(self) -> float:
@@ -159,8 +167,21 @@ class LongRopeScaling(RotaryScaling):
         if lengths is None:
             return short
         long = plain_frequencies(base, dim) / torch.tensor(self.long_factor)
-        is_long = (lengths > self.original_max_position_embeddings)[:, None]
+        is_long = self._is_long(lengths)[:, None]
         return torch.where(is_long, long.to(lengths.device), short.to(lengths.device))
+
+    def attention_factors(self, lengths: Int[Tensor, " row"]) -> float | Float[Tensor, "row 1 1"]:
+        if self.long_attention_factor is None:
+            return self.attention_factor
+        is_long = self._is_long(lengths)[:, None, None]
+        short, long = (
+            torch.tensor(x, dtype=torch.float32, device=lengths.device)
+            for x in (self.attention_factor, self.long_attention_factor)
+        )
+        return torch.where(is_long, long, short)
+
+    def _is_long(self, lengths: Int[Tensor, " row"]) -> Bool[Tensor, " row"]:
+        return lengths > self.original_max_position_embeddings
 
 
 SCALINGS: dict[str, type[RotaryScaling]] = {

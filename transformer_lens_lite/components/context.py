@@ -175,7 +175,7 @@ class ForwardContext(Memo):
     def _make_turn(self, rotary: RotarySpec) -> Turn:
         frequencies = inverse_frequencies(rotary, self.lengths, self.device)
         angles = self.positions[..., None].float() * frequencies[..., None, :]
-        factor = rotary.scaling.attention_factor
+        factor = rotary.scaling.attention_factors(self.lengths)
         return Turn(angles, rotary.adjacent_pairs, factor, rotary.at_end)
 
     def growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:

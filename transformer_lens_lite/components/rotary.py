@@ -37,14 +37,14 @@ class Turn:
         self,
         angles: Float[Tensor, "row pos half"],
         adjacent_pairs: bool,
-        factor: float = 1.0,
+        factor: float | Float[Tensor, "row 1 1"] = 1.0,
         at_end: bool = False,
     ) -> None:
         self.adjacent_pairs = adjacent_pairs
         self.at_end = at_end
         self.dim = 2 * angles.shape[-1]
         cos, sin = angles.cos(), angles.sin()
-        if factor != 1.0:
+        if isinstance(factor, Tensor) or factor != 1.0:
             cos, sin = cos * factor, sin * factor
         if adjacent_pairs:
             self.cos = torch.stack((cos, cos), -1).flatten(-2)[:, :, None]

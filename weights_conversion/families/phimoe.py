@@ -15,15 +15,18 @@ from weights_conversion.table import Map, Row, optional, override
 
 def read_config(reading: Reading) -> dict[str, Any]:
     reading.require("mlp_bias", False, "experts of this family have no biases")
-    for name in ("rope_parameters", "rope_scaling"):
+    of_scaling = ("rope_parameters", "rope_scaling")
+    long_factor = None
+    for name in of_scaling:
         if scaled := reading.mapping(name):
-            reading.config[name] = with_one_factor(scaled, reading.where)
+            reading.config[name], long_factor = with_factor(scaled, reading.where)
     # Past the original length Hugging Face keeps the factors for short texts, against what was
     # trained: up to there both agree.
-    of_scaling = ("rope_parameters", "rope_scaling")
     lengths = [reading.mapping(n).get("original_max_position_embeddings") for n in of_scaling]
     fields = llama.read_config(reading, theta=1000000.0, n_kv=8, n_ctx=mistral.N_CTX)
     window = reading.size("sliding_window", None)
+    if long_factor is not None:
+        fields["rotary_scaling"]["long_attention_factor"] = long_factor
     return {
         **fields,
         **windows(["local"] * fields["n_layers"], window),
@@ -37,26 +40,27 @@ def read_config(reading: Reading) -> dict[str, Any]:
     }
 
 
-def with_one_factor(scaled: dict[str, Any], where: str) -> dict[str, Any]:
-    """Rotary parameters in which what cosines and sines are multiplied by is `attention_factor`.
-
-    phimoe has one number for short texts and one for long ones; in the checkpoints they are equal.
-    """
-    short, long = scaled.pop("short_mscale", None), scaled.pop("long_mscale", None)
-    if short != long:
-        raise ValueError(
-            f"{where}: rope parameters: short_mscale={short} and long_mscale={long} differ, which "
-            "is not supported"
-        )
-    return scaled if short is None else {**scaled, "attention_factor": short}
+def with_factor(scaled: dict[str, Any], where: str) -> tuple[dict[str, Any], float | None]:
+    """Rotary parameters in which what cosines and sines are multiplied by is `attention_factor`,
+    and the number for long texts where it is another."""
+    own = Reading(scaled, f"{where}: rope parameters")
+    short, long = own.number("short_mscale", None), own.number("long_mscale", None)
+    if (short is None) != (long is None):
+        raise ValueError(f"{own.where}: short_mscale={short} and long_mscale={long} go together")
+    left = {name: value for name, value in scaled.items() if name not in own.was_read}
+    if short is None or left.get("rope_type", left.get("type")) in (None, "default"):
+        return left, None
+    return {**left, "attention_factor": short}, None if long == short else long
 
 
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
     written = {k: v for k, v in llama.write_config(cfg, needs).items() if k != "mlp_bias"}
     if written["rope_scaling"] is not None:
-        factor = cfg.rotary_spec("global").scaling.attention_factor
-        scaling = {k: v for k, v in written["rope_scaling"].items() if k != "attention_factor"}
-        written["rope_scaling"] = {**scaling, "short_mscale": factor, "long_mscale": factor}
+        short = cfg.rotary_spec("global").scaling.attention_factor
+        scaling = dict(written["rope_scaling"])
+        scaling.pop("attention_factor", None)
+        long = scaling.pop("long_attention_factor", short)
+        written["rope_scaling"] = {**scaling, "short_mscale": short, "long_mscale": long}
     return {
         **written,
         "sliding_window": cfg.window_size,
