@@ -437,6 +437,26 @@ def test_several_texts_in_one_block_are_several_runs() -> None:
     torch.testing.assert_close(two["resid_post", 2], alone["resid_post", 2], **CLOSE)
 
 
+def test_a_hook_may_run_the_model_in_the_middle() -> None:
+    model, outer, inner = loud.build(), loud.tokens(2, P), loud.tokens(1, 3)
+    _, expected = model.run_with_cache(outer, names_filter="resid_post")
+
+    def run_again(value: Tensor, hook: HookPoint) -> None:
+        if value.shape[0] == 2:
+            model(inner)
+
+    with (
+        model.hooks([("blocks.1.hook_resid_pre", run_again)]),
+        model.capture("resid_post") as cache,
+    ):
+        model(outer)
+    first, second = cache.runs
+    assert torch.equal(first.tokens, outer)
+    assert_close(first, expected)
+    assert torch.equal(second.tokens, inner)
+    assert len(second) == 3
+
+
 def test_a_text_that_a_cache_continues_by_hand_is_one_run() -> None:
     model, ids = loud.build("rotary_gqa"), loud.tokens(2, 7)
     kv = KeyValueCache.init_cache(model.cfg, batch_size=2)

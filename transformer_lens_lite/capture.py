@@ -247,6 +247,7 @@ class Run:
         self.forwards: list[Forward] = []
         self.series: dict[str, Series] = {}
         self.last: StepContext | None = None  # the latest forward, kept or not
+        self.part: slice | list[int] | None = slice(None)  # of that forward; None: nothing
         self.kept: list[Kept] = []
         self.batch = 1
 
@@ -323,7 +324,7 @@ class Recorder:
         self.version = 0  # how much was seen: readers look whether there is more
         self.counts: dict[str, int] = {}  # visits of each name, kept or not
         self._step: StepContext | None = None
-        self._part: slice | list[int] | None = slice(None)  # of this forward; None: nothing
+        self._run: Run | None = None  # the one that is going on
         self._copies: bool | None = None  # whether to copy what is kept; None: not looked yet
         self._pending: set[torch.device] = set()  # accelerators whose copies may not have arrived
         self._sizes: list[Size] | None = None  # of what it would keep, when there is a limit
@@ -331,9 +332,10 @@ class Recorder:
     @property
     def run(self) -> Run:
         """The one that is going on."""
-        if not self.runs:
-            self.runs.append(Run())
-        return self.runs[-1]
+        if self._run is None:
+            self._run = Run()
+            self.runs.append(self._run)
+        return self._run
 
     @contextmanager
     def listening(self, **ending: bool) -> Iterator["Recorder"]:
@@ -387,8 +389,12 @@ class Recorder:
         self._copies = None
         if step is None or self.into is not None:
             return  # a model that does not say where it is, or a reader that does not ask
-        if not self.runs or not self.run.continued_by(step):
-            self.runs.append(Run())
+        resumed = next((run for run in self.runs if run.last is step), None)
+        if resumed is not None:  # a hook ran the model in the middle of this forward
+            self._run = resumed
+            return
+        if not self.run.continued_by(step):
+            self._run = None
         self._begin(self.run, step)
 
     def _begin(self, run: Run, step: StepContext) -> None:
@@ -399,7 +405,7 @@ class Recorder:
         again = run.last is not None and step.start < run.last.stop  # the whole text once more
         start = run.last.stop if again and run.last is not None else step.start
         run.last = step
-        part = self._part = self._chosen(step, start)
+        part = run.part = self._chosen(step, start)
         first = run.forwards[-1].last if run.forwards else 0
         n_columns, last = step.stop - step.start, first
         if part is not None:
@@ -446,9 +452,9 @@ class Recorder:
         if self.into is not None or self._step is None:
             self._keep_latest(name, number, value, axes)
             return
-        if self._part is None:
-            return
         run = self.run
+        if run.part is None:
+            return
         axes = self._axes_of(value, axes)
         series = run.series.get(name)
         if series is None:
@@ -497,8 +503,8 @@ class Recorder:
             return value
         if self._step is None or self.into is not None:
             value = value if self.relative is None else self.relative.apply(value, dim=axes.pos)
-        elif self._part != slice(None):
-            value = value[(slice(None),) * axes.pos + (self._part,)]
+        elif self.run.part != slice(None):
+            value = value[(slice(None),) * axes.pos + (self.run.part,)]
         if not self.remove_batch_dim:
             return value
         if value.shape[0] != 1:
