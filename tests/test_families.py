@@ -207,7 +207,17 @@ def test_every_tensor_shows_in_the_logits(name: str) -> None:
     """A parameter that is there, is not zero by nature and changes nothing was not converted."""
     model = load(tiny.build(name), **context_for(name))
     tokens = tiny.tokens(tiny.config(name))
-    wanted = model(tokens)
+    wanted, cache = model(tokens), model.run_with_cache(tokens, names_filter="*hook_resid_pre")[1]
+
+    def logits_with(group: str) -> Tensor:
+        """What lies before a parameter's layer does not change with it: only the rest is run."""
+        layer = re.match(r"blocks\.(\d+)\.", group)
+        if layer is None:
+            return model(tokens)
+        return model(cache["resid_pre", int(layer[1])], start_at_layer=int(layer[1]))
+
+    for layer in range(model.cfg.n_layers):
+        assert_close(logits_with(f"blocks.{layer}."), wanted, atol=1e-6)
     groups: dict[str, list[Tensor]] = {}
     for parameter_name, parameter in model.named_parameters():
         # a single expert may be chosen for no token: all of a layer together
@@ -218,7 +228,7 @@ def test_every_tensor_shows_in_the_logits(name: str) -> None:
         kept = [parameter.clone() for parameter in parameters]
         for parameter in parameters:
             parameter.add_(0.5 * torch.randn(parameter.shape))
-        if (model(tokens) - wanted).abs().max() < 1e-5:
+        if (logits_with(group) - wanted).abs().max() < 1e-5:
             silent.append(group)
         for parameter, before in zip(parameters, kept, strict=True):
             parameter.copy_(before)
