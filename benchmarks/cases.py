@@ -12,6 +12,7 @@ import torch
 from benchmarks.models import hugging_face, large_llama, mixture, prompt
 from benchmarks.pairs import compare, cpu_time
 from transformer_lens_lite import HookedTransformer, KeyValueCache
+from transformer_lens_lite import patching as sweeps
 
 Row = tuple[str, str, str, str]  # what, measured, reach, note
 BATCHES = [(1, 16), (1, 512), (8, 128)]
@@ -167,6 +168,44 @@ def capture() -> Iterator[Row]:
 
 
 @torch.no_grad()
+def patching() -> Iterator[Row]:
+    """Sweeps over 32 tokens, all of which differ, against one full forward with a hook for each
+    cell: every 16th of those is run."""
+    model = ours_from(hugging_face("gpt2-small"))
+    corrupted, clean = prompt("gpt2-small", 2, 32).split(1)
+    _, cache = model.run_with_cache(clean)
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1, 11] - logits[0, -1, 23]
+
+    every = slice(None)
+    layers, heads, positions = range(12), range(12), range(32)
+    for name, sweep, point, cells, reach in (
+        ("resid_pre", sweeps.get_act_patch_resid_pre, "hook_resid_pre",
+         [(layer, (every, pos)) for layer in layers for pos in positions], "≥ 6"),
+        ("attention heads", sweeps.get_act_patch_attn_head_out_all_pos, "attn.hook_z",
+         [(layer, (every, every, head)) for layer in layers for head in heads], "≥ 4"),
+        ("attention patterns", sweeps.get_act_patch_attn_head_pattern_all_pos, "attn.hook_pattern",
+         [(layer, (every, head)) for layer in layers for head in heads], "–"),
+    ):  # fmt: skip
+
+        def one_by_one() -> None:
+            for layer, index in cells[::16]:
+                full = f"blocks.{layer}.{point}"
+
+                def patch(value: torch.Tensor, hook: object) -> torch.Tensor:
+                    value[index] = cache[full][index]
+                    return value
+
+                metric(model.run_with_hooks(corrupted, fwd_hooks=[(full, patch)]))
+
+        ratio = compare(one_by_one, lambda: sweep(model, corrupted, cache, metric), 3)
+        faster = 16 * ratio.median
+        note = f"{len(cells)} cells, {ratio.theirs_ms / 1e3:.1f} s of CPU"
+        yield f"patching sweep, {name}", f"{faster:.1f} × faster", reach, note
+
+
+@torch.no_grad()
 def bandwidth() -> Iterator[Row]:
     """How much of the machine's read bandwidth a decode step uses."""
     model = ours_from(hugging_face("gpt2-small"))
@@ -266,6 +305,7 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
     "experts": experts,
     "prefix": prefix,
     "continuations": continuations,
+    "patching": patching,
     "bandwidth": bandwidth,
     "load": load,
 }

@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.kv_cache import KeyValueCache, KeyValueCacheEntry
-from transformer_lens_lite.lazy_logits import Index, LazyLogits, ManyLogits, ordinary
+from transformer_lens_lite.lazy_logits import LazyLogits, ManyLogits, ordinary
 
 Metric = Callable[[Tensor], Any]
+Index = tuple[Any, ...]
 EMBEDDING = -1  # the stage before the first layer
 TOKENS_AT_ONCE = 2048  # positions of all cells of a batch together, by default
 SHORTFORMER_POINT = "hook_pos_embed"
@@ -178,7 +179,7 @@ class PatchEngine:
         for name in observe:
             if name not in self.base or not 0 <= self.stage(name) < self.n_layers:
                 raise ValueError(f"{name!r} cannot be observed: name a point inside a layer first")
-        planned = [self._planned(number, edits) for number, edits in enumerate(cells)]
+        planned = [self.planned(number, edits) for number, edits in enumerate(cells)]
         stop = self.n_layers if stop_at_layer is None else stop_at_layer
         return self._outcomes(planned, list(observe), stop, batch_size, verbose)
 
@@ -205,7 +206,7 @@ class PatchEngine:
                     yield outcome
                     bar.update()
 
-    def _planned(self, number: int, edits: Sequence[Edit]) -> Cell:
+    def planned(self, number: int, edits: Sequence[Edit]) -> Cell:
         """Where a cell begins; checked."""
         begins, layers = [self.n_pos], [self.n_layers]
         for edit in edits:
