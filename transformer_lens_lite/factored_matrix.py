@@ -253,5 +253,5 @@ def composition_scores(
     n_left = left.ndim - 2
     rows = out.flatten(0, -3) if n_left else out[None]  # left by left: all products are many
     every = [torch.linalg.matrix_norm(each @ into) for each in rows]
-    norms = torch.stack(every).view(*left.shape[:-2], *right.shape[:-2])
-    return norms / (norms_left.view(*left.shape[:-2], *(1,) * (right.ndim - 2)) * norms_right)
+    norms = torch.stack(every).view(left.shape[:-2] + right.shape[:-2])
+    return norms / (norms_left.view(left.shape[:-2] + (1,) * (right.ndim - 2)) * norms_right)

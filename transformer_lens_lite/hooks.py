@@ -52,9 +52,13 @@ class Component(nn.Module):
         return self.forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in self.__dict__.get("_modules", ()):
             self.__dict__[name] = value
+            replaces = isinstance(before, HookPoint) and not isinstance(value, HookPoint)
+            if replaces and value is not None:
+                value.listened = True  # a module in its place wants every value, on the slow path
 
     def __delattr__(self, name: str) -> None:
         if name in self._modules:

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from transformer_lens_lite.checkpoints import parameters_come_later
 from transformer_lens_lite.config import HookedTransformerConfig, default_device, parse_dtype
 from transformer_lens_lite.native_checkpoints import (
     PROCESSED,
@@ -647,8 +648,11 @@ def load_pretrained(
             cfg, state = process_weights(cfg, state, consume=True, progress=bar.update, **flags)
     if tokenizer is None and model_name is not None:
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
-    with torch.device("meta"):  # no memory, no initialisation: every parameter is replaced
+    later = parameters_come_later.set(True)
+    try:
         model = cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+    finally:
+        parameters_come_later.reset(later)
     try:
         _assign(model, state, table)
     except (RuntimeError, ValueError) as error:  # torch's own is about shapes
@@ -726,16 +730,22 @@ def _set_context(
 
 
 def _assign(model: Any, state: dict[str, Float[Tensor, "..."]], table: Any) -> None:
-    """Put the tensors themselves into the model: strides and storage stay what they are."""
+    """Put the tensors themselves into the model: strides and storage stay what they are.
+
+    What a subclass has made of its own keeps its values and goes where the rest is.
+    """
     tied = {row.native for row in table.tied} if model.cfg.tie_word_embeddings else set()
-    expected = set(model.state_dict()) - tied
+    expected = {name for name, tensor in model.state_dict().items() if tensor.is_meta} - tied
     if expected != set(state):
         nowhere, unfilled = sorted(set(state) - expected), sorted(expected - set(state))
         raise ValueError(
             f"the {table.family} table and the model disagree: rows fill "
             f"{nowhere}, which the model lacks; no row fills {unfilled}"
         )
-    model.load_state_dict(state, strict=True, assign=True)
+    own = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    model.load_state_dict(state, strict=False, assign=True)
+    for tensor in own:
+        tensor.data = tensor.data.to(model.embed.W_E.device)
     for name in table.zeros:
         if name in state and not bool(state[name].any()):  # else processing has filled it
             model.get_parameter(name).requires_grad_(False)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_lens_lite.activation_store import ActivationStore
 from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.capture import CaptureSpec, PartsFromOutput, Recorder
-from transformer_lens_lite.checkpoints import CheckpointMethods
+from transformer_lens_lite.checkpoints import CheckpointMethods, parameters_come_later
 from transformer_lens_lite.components.block import build_block
 from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.embed import (
@@ -103,7 +103,8 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         self.checkpoint_config: dict[str, Any] | None = None
         self.aliases: dict[str, str] = {}
         self._outputs: dict[str, str] | None = None
-        self._build()
+        with torch.device("meta") if parameters_come_later.get() else nullcontext():
+            self._build()
         if self.cfg.init_weights:
             self.init_weights()
         assert isinstance(self.cfg.dtype, torch.dtype)
@@ -246,9 +247,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
 
     def _output_is_listened(self) -> bool:
         return any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or (isinstance(module, HookPoint) and module.listened)
+            module._forward_hooks or module._forward_pre_hooks or getattr(module, "listened", False)
             for part in (self.ln_final, self.unembed)
             for module in part.modules()
         )

@@ -294,8 +294,10 @@ class Attention(Component):
     def dead_rows(
         self, scores: Float[Tensor, "batch head pos key_pos"], mask: Mask
     ) -> Tensor | None:
-        """Queries that see nothing: padding, or rows a hook on the scores has hidden altogether."""
-        edited = any(not handle.is_listener for handle in self.hook_attn_scores.fwd_hooks)
+        """Queries that see nothing: padding, or rows a hook on the scores, or a module in place of
+        that point, has hidden altogether."""
+        handles = getattr(self.hook_attn_scores, "fwd_hooks", None)
+        edited = handles is None or any(not handle.is_listener for handle in handles)
         return scores.isneginf().all(-1, keepdim=True) if edited else mask.dead
 
     def softmax(

@@ -146,8 +146,9 @@ class TransformerBlock(Component):
         )
 
     @staticmethod
-    def visited(point: HookPoint, x: Tensor) -> Tensor:
-        """Through a hook point, on a copy: an in-place edit stays with this input."""
+    def visited(point: nn.Module, x: Tensor) -> Tensor:
+        """Through a hook point, or a module in its place, on a copy: an in-place edit stays with
+        this input."""
         return point(x.clone()) if point.listened else x
 
 
