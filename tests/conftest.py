@@ -7,9 +7,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 from jaxtyping import install_import_hook
@@ -26,11 +28,33 @@ install_import_hook(
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 
+# Checking shapes takes longer than the forwards of models this small. These files run every family,
+# which is the same components again: their shapes are checked where native models of every kind
+# run (test_features, test_hooks, test_kv_cache …).
+UNCHECKED = (
+    "test_conversion",
+    "test_encoders",
+    "test_families",
+    "test_hf_parity",
+    "test_loading",
+    "test_real_models",
+    "test_verification",
+    "test_weight_processing",
+)
+
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 # Models in tests are tiny: a second thread costs more in waiting than it saves, above all when
 # xdist's workers, or another run of the suite, share the cores.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _shapes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether this file's calls are checked."""
+    jaxtyping.config.update("jaxtyping_disable", request.module.__name__ in UNCHECKED)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)
