@@ -219,17 +219,22 @@ def test_without_the_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 ROWS = [{"tokens": (torch.arange(9) + start) % 23} for start in range(12)]
 
 
+@torch.no_grad()
+def loss_of(model: HookedTransformer, tokens: torch.Tensor) -> float:
+    return float(model(tokens, return_type="loss"))
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
 def test_training_lowers_the_loss(optimizer: str) -> None:
     model = native.build("grouped_rotary")
     tokens = torch.stack([row["tokens"] for row in ROWS])
-    before = float(model(tokens, return_type="loss"))
+    before = loss_of(model, tokens)
     config = HookedTransformerTrainConfig(
         num_epochs=8, batch_size=4, lr=1e-2, optimizer_name=optimizer, momentum=0.5,
         max_grad_norm=1.0, warmup_steps=3, print_every=None, device="cpu",
     )  # fmt: skip
     assert train(model, config, ROWS) is model
-    assert float(model(tokens, return_type="loss")) < 0.9 * before
+    assert loss_of(model, tokens) < 0.9 * before
     assert model.training
 
 
