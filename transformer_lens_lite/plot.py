@@ -20,6 +20,8 @@ BLUE, VERMILION = "0, 114, 178", "213, 94, 0"
 INK = "#7f8790"  # legible on white and on black
 CLEAR = "rgba(0, 0, 0, 0)"
 SEQUENTIAL = [[0.0, f"rgba({BLUE}, 0.04)"], [1.0, f"rgba({BLUE}, 1)"]]
+# cells with text in them have a ground of their own, which the text's colour is chosen for
+UNDER_TEXT = [[0.0, "rgb(238, 244, 249)"], [1.0, f"rgb({BLUE})"]]
 DIVERGING = [
     [0.0, f"rgba({VERMILION}, 1)"],
     [0.5, "rgba(128, 128, 128, 0.06)"],
@@ -103,8 +105,8 @@ def logit_lens(
     ]
     firsts = [[words[int(i)] for i in of_depth] for of_depth in best.indices[..., 0]]
     trace = heat_map(
-        best.values[..., 0].cpu(), SEQUENTIAL, zmin=0.0, zmax=1.0, text=firsts,
-        texttemplate="%{text}", customdata=hover,
+        best.values[..., 0].cpu(), UNDER_TEXT, zmin=0.0, zmax=1.0, text=firsts,
+        texttemplate="%{text}", textfont={"size": 11}, customdata=hover,
         hovertemplate="%{y}, after %{x}<br>%{customdata}<extra></extra>",
     )  # fmt: skip
     figure = figure_of([trace], title or "Logit lens")
