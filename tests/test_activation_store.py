@@ -139,6 +139,18 @@ def test_B3_the_messages_of_a_conversation_are_found_in_its_tokens() -> None:
     assert "reasoning" not in store.query("resid_post", 0, turn=0)[0].cache.spans
 
 
+def test_B3_a_short_message_is_not_found_in_the_words_around_it() -> None:
+    tokenizer = gpt2_like()
+    tokenizer.chat_template = TEMPLATE
+    model = loud.build(tokenizer=tokenizer, n_ctx=128)
+    chat = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "a"}]
+    tokens, spans = message_spans(model, chat)
+    text, _, offsets = model.text.encode_conversation(chat)
+    first, last = spans[1]
+    assert text[: offsets[first][0]].endswith("<assistant>\n")
+    assert model.to_string(tokens[0, first:last]) == "a"
+
+
 def test_B3_conversations_that_cannot_be_found() -> None:
     model = loud.build(tokenizer=byte_level(), n_ctx=128)
     with pytest.raises(ValueError, match="chat template"):
@@ -170,9 +182,15 @@ def test_a_store_is_saved_and_loaded(store: ActivationStore, tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError, match="no folder"):
         ActivationStore.load(tmp_path / "nowhere")
     odd = ActivationStore()
-    odd.add(ActivationCache({}), model=object())
-    with pytest.raises(TypeError):
+    odd.add(ActivationCache({}), turn=(1, 2))
+    with pytest.raises(TypeError, match=r"the tag turn=\(1, 2\) would not come back"):
         odd.save(tmp_path / "odd")
+    with pytest.raises(TypeError, match="ActivationCache"):
+        odd.add(5, turn=1)
+    with pytest.raises(TypeError, match="ActivationStore"):
+        loud.build().capture("z", 5).__enter__()
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        ActivationCache({}).save(tmp_path / "no" / "such")
     assert not (tmp_path / "odd").exists()
 
 
@@ -225,7 +243,7 @@ def test_a_harvest_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
                 _, cache = model.run_with_cache(ids, attention_mask=mask, names_filter="resid_post")
                 dataset.append(cache)
                 if folder is interrupted:
-                    (folder / "rows-000009.safetensors.unfinished").write_bytes(b"cut off")
+                    (folder / "rows-000009.safetensors.7.unfinished").write_bytes(b"cut off")
                     break
     one, two = ActivationDataset(straight), ActivationDataset(interrupted)
     assert one.n_appended == two.n_appended == 3
@@ -244,8 +262,22 @@ def test_what_does_not_fit_into_a_dataset_is_refused_whole(tmp_path: Path) -> No
         dataset.append(model.run_with_cache(ids, names_filter=("resid_post", 1))[1])
     with pytest.raises(ValueError, match="know their tokens"):
         dataset.append(ActivationCache({"hook_embed": torch.zeros(1, 2, 3)}))
+    with pytest.raises(TypeError, match="ActivationCache"):
+        dataset.append(5)
+    other = loud.build(d_model=12)
+    _, narrow = other.run_with_cache(ids, names_filter=["resid_post"])
+    with pytest.raises(ValueError, match=r"has rows \[12\] of torch.float32, those in .* \[24\]"):
+        dataset.append(narrow)
+    second = ActivationDataset(tmp_path)
+    second.append(cache)
+    with pytest.raises(FileExistsError, match="appended by somebody else"):
+        dataset.append(cache)
+    (tmp_path / "rows-000001.safetensors").unlink()
     assert dataset.n_appended == 1
     assert len(list(tmp_path.iterdir())) == 1
-    (tmp_path / "rows-000001.safetensors").write_bytes(b"no")
+    (tmp_path / "rows-000002.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"has rows-000002.safetensors and no rows-000001"):
+        ActivationDataset(tmp_path)
+    (tmp_path / "rows-000002.safetensors").rename(tmp_path / "rows-000001.safetensors")
     with pytest.raises(ValueError, match="damaged"):
         ActivationDataset(tmp_path)

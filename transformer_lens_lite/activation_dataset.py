@@ -33,7 +33,9 @@ class ActivationDataset:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files: list[Any] = []
         self._starts = [0]  # of the rows of each file, and behind the last one
-        while (path := self.folder / SHARD.format(len(self._files))).exists():
+        for number, path in enumerate(sorted(self.folder.glob("rows-*.safetensors"))):
+            if path.name != SHARD.format(number):
+                raise ValueError(f"{self.folder} has {path.name} and no {SHARD.format(number)}")
             self._take(path)
 
     def _take(self, path: Path) -> None:
@@ -62,9 +64,11 @@ class ActivationDataset:
     def append(self, cache: ActivationCache) -> None:
         """One more file: the real tokens of every row of a cache, row after row.
 
-        Raises: ValueError for values without positions, or other names than before. Nothing is
-            written then.
+        Raises: ValueError for values without positions, or other names or kinds of values than
+            before; FileExistsError when somebody else has appended. Nothing is written then.
         """
+        if not isinstance(cache, ActivationCache):
+            raise TypeError(f"what is appended is an ActivationCache, got {type(cache).__name__}")
         record = cache._recording()
         mask = record.attention_mask
         if mask is None or not cache.has_batch_dim:
@@ -81,13 +85,30 @@ class ActivationDataset:
                     f"{name} {list(value.shape)} does not have its positions on axis 1"
                 )
             tensors[VALUES + name] = value[real.to(value.device)]
+            self._check_kind(name, tensors[VALUES + name])
         rows, columns = real.nonzero(as_tuple=True)
         tensors["row"], tensors["column"] = rows, columns
         if record.tokens is not None:
             tensors["tokens"] = record.tokens.cpu()[real]
         path = self.folder / SHARD.format(len(self._files))
-        write(path, tensors, {"rows": len(rows)})
+        try:
+            write(path, tensors, {"rows": len(rows)}, new=True)
+        except FileExistsError:
+            raise FileExistsError(
+                f"{path} was appended by somebody else since this dataset was opened; open it again"
+            ) from None
         self._take(path)
+
+    def _check_kind(self, name: str, rows: Tensor) -> None:
+        """ValueError for rows of another width or dtype than those that are there."""
+        if not self._files:
+            return
+        before = Rows(self._files, self._starts, VALUES + name)
+        if rows.shape[1:] != before.shape[1:] or rows.dtype != before[0:0].dtype:
+            raise ValueError(
+                f"{name} has rows {list(rows.shape[1:])} of {rows.dtype}, those in the dataset are "
+                f"{list(before.shape[1:])} of {before[0:0].dtype}"
+            )
 
     def __getitem__(self, key: Any) -> "Rows":
         name = ActivationCache({}).full_name(key)

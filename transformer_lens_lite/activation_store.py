@@ -20,6 +20,7 @@ from transformer_lens_lite.activations import ActivationCache, MissingActivation
 from transformer_lens_lite.config import closest
 
 END_OF_REASONING = "</think>"
+STAND_IN = "\u2402stand-in\u2403"  # for a message's content, of which no template says anything
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class ActivationStore:
         self._runs: list[tuple[ActivationCache, dict[str, Any]]] = []
 
     def add(self, cache: ActivationCache, **tags: Any) -> None:
-        """One more run."""
+        """One more run; of a cache that several texts were run into, each of them."""
+        if not isinstance(cache, ActivationCache):
+            raise TypeError(f"a store holds ActivationCaches, got {type(cache).__name__}")
         if reserved := sorted({"name", "layer", "span"} & tags.keys()):
             raise TypeError(f"{reserved[0]!r} is how values are asked for, and cannot be a tag")
-        self._runs.append((cache, tags))
+        self._runs += [(run, dict(tags)) for run in cache.runs]
 
     def add_batch(
         self,
@@ -164,10 +167,12 @@ class ActivationStore:
         with `participant` (its role) and `turn` (its number), in views of one cache.
 
         The messages are found through the tokenizer's chat template. A message that contains
-        "</think>" has the spans "reasoning" and "answer".
+        "</think>", as the tokenizer gives it back, has the spans "reasoning" and "answer".
 
         Returns: the cache of the whole conversation, with a span "turn 0", "turn 1" … for each.
         """
+        if reserved := sorted({"participant", "turn"} & tags.keys()):
+            raise TypeError(f"{reserved[0]!r} is the tag that each message gets by itself")
         tokens, spans = message_spans(model, messages)
         with torch.no_grad(), model.capture(spec) as live:
             model(tokens, return_type=None)
@@ -187,8 +192,13 @@ class ActivationStore:
     def save(self, folder: str | PathLike[str]) -> None:
         """Every run as a safetensors file in a new folder; tags must be plain data."""
         place = Path(folder)
-        for _, tags in self._runs:
-            json.dumps(tags)  # before anything is written
+        for _, tags in self._runs:  # before anything is written
+            for tag, value in tags.items():
+                if not survives_json(value):
+                    raise TypeError(
+                        f"the tag {tag}={value!r} would not come back from a file as it is; tags "
+                        "that are saved are texts, numbers, None, and lists and dicts of them"
+                    )
         place.mkdir(parents=True)
         for number, (cache, tags) in enumerate(self._runs):
             cache._save(place / f"run-{number:06d}.safetensors", tags=tags)
@@ -204,6 +214,14 @@ class ActivationStore:
             cache, about = ActivationCache._load(path)
             store.add(cache, **about.get("tags", {}))
         return store
+
+
+def survives_json(value: Any) -> bool:
+    """Whether it is the same after it was written as JSON and read."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def offloaded(values: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
@@ -242,18 +260,20 @@ def message_spans(
         rewrites what is said so that a message cannot be found.
     """
     text, tokens, offsets = model.text.encode_conversation(messages)
-    spans, begin = [], 0
+    spans = []
     for turn, message in enumerate(messages):
         content = message["content"].strip()
-        start = text.find(content, begin)
-        if start < 0:
+        # where a stand-in for it would stand: the content itself may occur anywhere
+        marked = [{**m, "content": STAND_IN} if m is message else m for m in messages]
+        start = model.text.encode_conversation(marked)[0].find(STAND_IN)
+        if start < 0 or not text.startswith(content, start):
             raise ValueError(
                 f"message {turn} does not stand in what the chat template makes of the "
                 f"conversation: {content[:60]!r}"
             )
-        begin = start + len(content)
+        stop = start + len(content)
         inside = [
-            column for column, (a, b) in enumerate(offsets) if a < begin and b > start and b > a
+            column for column, (a, b) in enumerate(offsets) if a < stop and b > start and b > a
         ]
         spans.append((inside[0], inside[-1] + 1) if inside else (0, 0))
     return tokens.to(model.W_E.device), spans

@@ -1,5 +1,6 @@
 """What a run left behind: `ActivationCache`, a mapping from hook names to tensors."""
 
+import copy
 import operator
 import weakref
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,9 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
     def __init__(
         self, cache_dict: Mapping[str, Tensor], model: Any = None, has_batch_dim: bool = True
     ) -> None:
+        for name, value in cache_dict.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"activations are tensors; {name!r} is a {type(value).__name__}")
         self._model = weakref.ref(model) if model is not None else None
         self._n_layers = None if model is None else model.cfg.n_layers
         self._record = Recording(dict(cache_dict), has_batch_dim=has_batch_dim)
@@ -63,8 +67,9 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
 
     @classmethod
     def of_one_run(cls, recorder: Recorder) -> "ActivationCache":
-        """What a recorder kept of its latest run; it will see no more."""
-        return cls.of_recording(recorder.latest(), recorder.model)
+        """What a recorder kept of a generation, or of the one forward it was there for; it will see
+        no more."""
+        return cls.of_recording(recorder.first(), recorder.model)
 
     @classmethod
     def of_recording(
@@ -153,13 +158,20 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
 
     @property
     def model(self) -> Any:
-        """The model the activations came from. ReferenceError when it is gone."""
+        """The model the activations came from. ReferenceError when it is gone; a cache that was
+        saved is given one by `cache.model = model`."""
         model = self._model_or_none()
         if model is None:
             raise ReferenceError(
-                "the model this cache came from is gone, or was dropped by pickling"
+                "the model this cache came from is gone, or was left behind when the cache was "
+                "saved or pickled: give it one by `cache.model = model`"
             )
         return model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+        self._n_layers = model.cfg.n_layers
 
     def _model_or_none(self) -> Any:
         return self._model() if self._model is not None else None
@@ -178,6 +190,10 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
             "_record": left,
             "_points": {p: name for p, name in self._point_names().items() if name in record.calls},
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ActivationCache":
+        record = copy.deepcopy(self._recording(), memo)
+        return self._like(record, copy.deepcopy(self._spans, memo))
 
     __eq__ = object.__eq__  # two caches are equal when they are the same one
     __hash__ = object.__hash__
@@ -538,6 +554,8 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         record = self._recording()
         if record.attention_mask is None or record.columns is None:
             raise ValueError("this cache does not know which columns are padding")
+        if not record.has_batch_dim:
+            raise ValueError("this cache has no batch axis to take a row of")
         (row,) = self._rows(record, Slice([index])).tolist()
         # where each column comes to stand
         before = [0, *record.attention_mask[row].cumsum(0).tolist()]

@@ -5,9 +5,11 @@ wanted; a `Recorder` listens, and keeps it call by call, aligned to the columns 
 kept is read through an `ActivationCache`.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +43,8 @@ class CaptureSpec:
             list, or a function of the `StepContext`.
         pos_slice: which columns, counted from the start of the text.
         device, dtype: where, and for floating tensors as what, to keep it. None: as it is.
-        detach: without its graph. False leaves it in the graph, and then it cannot be converted.
+        detach: without its graph. False leaves it in the graph: then it is neither converted nor
+            copied, and a hook that edits in place edits it too.
         clone: "auto" copies a value where it could still change: where some hook edits in place,
             or the output is handed out.
         non_blocking: copies from an accelerator do not wait; reading the cache does.
@@ -74,6 +77,8 @@ class CaptureSpec:
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
             raise ValueError(f"dtype must be a floating torch dtype, got {self.dtype!r}")
+        if self.max_bytes is not None and not isinstance(self.max_bytes, int):
+            raise ValueError(f"max_bytes must be a number of bytes, got {self.max_bytes!r}")
         if self.clone not in (True, False, "auto"):
             raise ValueError(f"clone must be True, False or 'auto', got {self.clone!r}")
         if not (self.inputs or self.outputs):
@@ -159,6 +164,8 @@ class Series:
 
         A forward that broke off has left its last points without their last columns.
         """
+        if not self.pieces:  # it broke off before the first one was kept
+            return APART
         if not forwards:  # the model does not say where it is
             return self.pieces[-1]
         if self.axes.pos is None:
@@ -225,6 +232,13 @@ def padded(value: Tensor, keys: int, unseen: float) -> Tensor:
     return nn.functional.pad(value, (0, keys - value.shape[-1]), value=unseen)
 
 
+class Place(NamedTuple):
+    """One forward of a run, to be found again when its gradients come."""
+
+    step: StepContext
+    part: slice | list[int] | None
+
+
 class Kept(NamedTuple):
     """The columns that were kept of one forward."""
 
@@ -248,17 +262,17 @@ class Run:
         self.series: dict[str, Series] = {}
         self.last: StepContext | None = None  # the latest forward, kept or not
         self.part: slice | list[int] | None = slice(None)  # of that forward; None: nothing
+        self.places: list[Place] = []  # one for each forward, while gradients may come
         self.kept: list[Kept] = []
         self.batch = 1
 
     def continued_by(self, step: StepContext) -> bool:
         """Whether a forward goes on with the same text, or runs it again with more behind it."""
         last = self.last
-        if last is None or step is last:
-            return True
-        same = step.sequence is not None and step.sequence is last.sequence
+        if last is None or step.sequence is None or step.sequence is not last.sequence:
+            return False
         grows = step.start in (0, last.stop) and step.stop > last.stop
-        return same and grows
+        return grows and step.batch == last.batch
 
     def recording(self) -> Recording:
         """What is kept so far, joined."""
@@ -316,7 +330,11 @@ class Recorder:
             n: Axes(points[n].pos_axis, points[n].unseen) for n in self.names if n in points
         }
         self.steps = Steps(spec.steps)
-        self.absolute = None if spec.pos_slice is None else Columns(spec.pos_slice)
+        self.absolute = None if spec.pos_slice is None else Columns(spec.pos_slice).in_order()
+        if self.absolute is not None:
+            for name, axes in self.axes.items():
+                if axes.pos is None:
+                    raise ValueError(f"{name!r} has no position axis for pos_slice= to choose from")
         self.relative = columns
         self.remove_batch_dim = remove_batch_dim
         self.into = into
@@ -325,6 +343,8 @@ class Recorder:
         self.counts: dict[str, int] = {}  # visits of each name, kept or not
         self._step: StepContext | None = None
         self._run: Run | None = None  # the one that is going on
+        self._thread: int | None = None  # whose forwards are meant; None: everybody's
+        self._outer: StepContext | None = None  # the forward in the middle of which it listens
         self._copies: bool | None = None  # whether to copy what is kept; None: not looked yet
         self._pending: set[torch.device] = set()  # accelerators whose copies may not have arrived
         self._sizes: list[Size] | None = None  # of what it would keep, when there is a limit
@@ -342,8 +362,11 @@ class Recorder:
         """Attached to the model's points and modules while the block lasts."""
         if self.spec.max_bytes is not None:
             self._sizes = measured_sizes(self.model, self.spec)
+        self._thread, self._outer = get_ident(), current_step()
         with ExitStack() as stack:
-            stack.enter_context(self.model.attached(self.hooks(), **ending))
+            # not to be swept away by a reset_hooks() in the middle
+            stays = ending.get("reset_hooks_end", True)
+            stack.enter_context(self.model.attached(self.hooks(), is_permanent=stays, **ending))
             for name, module in self.modules.items():
                 hook = _ModuleHook(self, name)
                 handle = module.register_forward_hook(hook, with_kwargs=True)
@@ -360,17 +383,29 @@ class Recorder:
 
     def activation(self, tensor: Tensor, hook: HookPoint) -> None:
         """The forward hook."""
+        if self._thread is not None and get_ident() != self._thread:
+            return
         self._see()
         name = hook.name or ""
         self._keep(name, tensor, self.axes[name])
 
     def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
-        """The backward hook."""
-        name = hook.name or ""
+        """The backward hook; autograd may have threads of its own."""
+        name, step = hook.name or "", current_step()
+        for run in self.runs:
+            for number, place in enumerate(run.places):
+                if place.step is step:
+                    before = self._step, self._run, run.part
+                    self._step, self._run, run.part = step, run, place.part
+                    self._keep(name + "_grad", tensor, self.axes[name], number)
+                    self._step, self._run, run.part = before
+                    return
         self._keep(name + "_grad", tensor, self.axes[name])
 
     def of_module(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         """The forward hook of a module."""
+        if get_ident() != self._thread:
+            return
         self._see()
         axes = Axes(MODULE_POS_AXIS)
         if self.spec.outputs:
@@ -389,13 +424,12 @@ class Recorder:
         self._copies = None
         if step is None or self.into is not None:
             return  # a model that does not say where it is, or a reader that does not ask
-        resumed = next((run for run in self.runs if run.last is step), None)
-        if resumed is not None:  # a hook ran the model in the middle of this forward
-            self._run = resumed
-            return
-        if not self.run.continued_by(step):
-            self._run = None
-        self._begin(self.run, step)
+        # not always the latest one: a hook may have run the model in the middle of this forward, a
+        # logits processor between two steps
+        known = (run for run in reversed(self.runs) if run.last is step or run.continued_by(step))
+        self._run = next(known, None)
+        if self.run.last is not step:
+            self._begin(self.run, step)
 
     def _begin(self, run: Run, step: StepContext) -> None:
         self.version += 1
@@ -415,6 +449,8 @@ class Recorder:
                 mask = step.attention_mask[:, step.start :]
             run.kept.append(Kept(step.start, part, n_columns, step.tokens, mask))
         run.forwards.append(Forward(step.step, step.phase, step.start, step.stop, first, last))
+        if self.spec.incl_bwd:
+            run.places.append(Place(step, part))
 
     def check_budget(self, batch: int, columns: int) -> None:
         """ValueError when so many columns of text would be more than the spec's `max_bytes`."""
@@ -432,7 +468,13 @@ class Recorder:
         if step not in self.steps:
             return None
         if self.relative is not None:
-            chosen = self.relative.apply(torch.arange(step.stop - step.start))
+            n_columns = step.stop - step.start
+            try:
+                chosen = self.relative.apply(torch.arange(n_columns)).reshape(-1)
+            except IndexError:
+                raise ValueError(
+                    f"pos_slice={self.relative.slice!r} is outside of the {n_columns} columns"
+                ) from None
             return chosen.tolist() if chosen.numel() else None
         behind = start - step.start
         if self.absolute is None:
@@ -446,7 +488,7 @@ class Recorder:
 
     # -- keeping --
 
-    def _keep(self, name: str, value: Any, axes: Axes) -> None:
+    def _keep(self, name: str, value: Any, axes: Axes, forward: int | None = None) -> None:
         number = self.counts[name] = self.counts.get(name, 0) + 1
         self.version += 1
         if self.into is not None or self._step is None:
@@ -459,7 +501,7 @@ class Recorder:
         series = run.series.get(name)
         if series is None:
             series = run.series[name] = Series(axes)
-        call = Call(number, len(run.forwards) - 1)
+        call = Call(number, len(run.forwards) - 1 if forward is None else forward)
         if series.axes != axes or (series.calls and series.calls[-1].forward == call.forward):
             series.axes = axes
             series.spill()
@@ -539,6 +581,8 @@ class Recorder:
         is_part = kept.numel() < value.numel()  # and would keep the whole alive
         if self.spec.clone is False or not (is_part or self._copies_all()):
             return kept
+        if not self.spec.detach and self.spec.clone == "auto":
+            return kept  # a copy would lie beside the path that gradients take
         shared = kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         return kept.clone() if shared else kept
 
@@ -563,13 +607,11 @@ class Recorder:
     # -- afterwards --
 
     def part_from(self, output: Any) -> None:
-        """Copy what shares memory with an output, which its owner is free to edit."""
+        """Copy what shares memory with an output, or with an input, whose owner is free to edit
+        it."""
         if self.spec.clone is False or not self.runs:
             return
-        outputs = output if isinstance(output, tuple) else (output,)
-        given_away = {
-            tensor.untyped_storage().data_ptr() for tensor in outputs if isinstance(tensor, Tensor)
-        }
+        given_away = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
         for series in self.run.series.values():
             if series.buffer is not None or not series.pieces:
                 continue
@@ -583,6 +625,26 @@ class Recorder:
             torch.accelerator.synchronize(device)
         self._pending.clear()
 
+    def first(self) -> Recording:
+        """What was kept of the forward, or the generation, that was run here; empty when there was
+        none. What its hooks and processors ran in the middle are other runs."""
+        if self.into is not None:
+            return Recording(self.into, has_batch_dim=not self.remove_batch_dim)
+        for run, record in zip(self.runs, self.recordings(), strict=True):
+            if run.last is None or run.last.outer is self._outer:
+                return record
+        return Recording()
+
+    def warn_if_empty(self) -> None:
+        """A UserWarning when there was something to listen to and nothing of it was asked for."""
+        forwards = [forward for run in self.runs for forward in run.forwards]
+        if forwards and not any(forward.n_kept for forward in forwards):
+            warnings.warn(
+                f"nothing was captured: no forward had the steps={self.spec.steps!r} and "
+                f"pos_slice={self.spec.pos_slice!r} that were asked for",
+                stacklevel=4,
+            )
+
     def recordings(self) -> list[Recording]:
         """What was kept, run by run."""
         self.arrived()
@@ -591,8 +653,6 @@ class Recorder:
 
     def latest(self) -> Recording:
         """What was kept of the latest run; empty when there was none."""
-        if self.into is not None:
-            return Recording(self.into, has_batch_dim=not self.remove_batch_dim)
         return self.recordings()[-1] if self.runs else Recording()
 
 
@@ -625,7 +685,7 @@ class PartsFromOutput:
         self.recorder = recorder
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.recorder.part_from(output)
+        self.recorder.part_from((*args, output))
 
 
 # they only look: see LensHandle

@@ -38,9 +38,9 @@ NORM_PLACES = ("pre", "post", "both", "stream", "skip")
 ROUTER_TYPES = ("softmax", "sigmoid", "sparsemixer")
 EXPERT_FIELDS = (
     "norm_topk_prob", "d_expert", "d_shared_expert", "shared_expert_gate", "expert_layers",
-    "expert_limit", "expert_offset", "expert_gate_slope", "router_type", "router_scale", "router_groups",
-    "router_top_groups", "router_group_members", "router_bias", "router_selection_bias",
-    "router_on_input", "router_jitter",
+    "expert_limit", "expert_offset", "expert_gate_slope", "router_type", "router_scale",
+    "router_groups", "router_top_groups", "router_group_members", "router_bias",
+    "router_selection_bias", "router_on_input", "router_jitter",
 )  # fmt: skip
 QK_NORM_OVER = ("head", "each_head", "all_heads")
 DTYPES = {

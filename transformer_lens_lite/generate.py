@@ -397,7 +397,10 @@ def generate(
     if output_logits or output_scores:
         scores = generation.sequences_scores.clone() if isinstance(generation, BeamSearch) else None
         result = GenerateOutput(result, logits, scores)
-    return result if recorder is None else (result, ActivationCache.of_one_run(recorder))
+    if recorder is None:
+        return result
+    recorder.warn_if_empty()
+    return result, ActivationCache.of_one_run(recorder)
 
 
 @contextmanager
@@ -424,7 +427,13 @@ def recorder_of(model: Any, return_cache: Any, names_filter: Any, device: Any) -
         return_cache, names_filter = names_filter, None
     if names_filter is not None:
         raise ValueError("return_cache= and names_filter= both say what to keep; give one of them")
-    return Recorder(model, CaptureSpec.of(return_cache, device=device))
+    spec = CaptureSpec.of(return_cache, device=device)
+    if not spec.detach:
+        raise ValueError(
+            "detach=False: a generation keeps no graph. Run its result again: "
+            "`with model.capture(spec): model(sequences)`"
+        )
+    return Recorder(model, spec)
 
 
 def run_through(

@@ -11,12 +11,22 @@ gradient, a 1-tuple of one, or None.
 import inspect
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from transformer_lens_lite.steps import Columns, Pos, StepContext, Steps, When, current_step
+from transformer_lens_lite.steps import (
+    Columns,
+    Pos,
+    StepContext,
+    Steps,
+    When,
+    current_step,
+    running,
+)
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
@@ -34,6 +44,17 @@ class Component(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._parameters = AttributeDict(self, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are not listened to by those who listen to the original."""
+        state = self.__dict__.copy()
+        if any(getattr(hook, "is_listener", False) for hook in self._forward_hooks.values()):
+            kept = self._forward_hooks.copy()
+            for number, hook in self._forward_hooks.items():
+                if getattr(hook, "is_listener", False):
+                    del kept[number]
+            state["_forward_hooks"] = kept
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # copies and pickles hold a plain dict
@@ -224,7 +245,8 @@ class LensHandle:
         assert point.pos_axis is not None  # refused when the hook was attached
         index = (slice(None),) * point.pos_axis + (part,)
         chosen = tensor[index]
-        result = self._run_on(chosen, point)
+        with running(point.step.of_part(part)):  # where hook.step.local counts from
+            result = self._run_on(chosen, point)
         # columns next to each other are a view: an edit in place has been made where it belongs
         if result is not chosen or isinstance(part, list):
             tensor = tensor.clone()
@@ -379,13 +401,26 @@ class HookPoint(Component):
             x = handle.run(x, self)
         if self.bwd_hooks and x.requires_grad:
             x = x.view_as(x)  # a node of our own: the gradient seen is that of this point's readers
-            x.register_hook(self._visit_gradient)
+            handles = tuple(self.bwd_hooks)
+            x.register_hook(partial(self._visit_gradient, current_step(), handles))
         return x
 
-    def _visit_gradient(self, gradient: Tensor) -> Tensor:
-        for handle in tuple(self.bwd_hooks):
-            gradient = handle.run(gradient, self)
+    def _visit_gradient(
+        self, step: StepContext | None, handles: tuple[LensHandle, ...], gradient: Tensor
+    ) -> Tensor:
+        """Those who were attached during the forward see its gradient, also when they are gone by
+        then, as with torch's own backward hooks; recordings end when they end."""
+        with nullcontext() if step is None else running(step):  # it is that forward's gradient
+            for handle in handles:
+                if not handle.is_listener or handle in self.bwd_hooks:
+                    gradient = handle.run(gradient, self)
         return gradient
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("fwd_hooks", "bwd_hooks"):
+            state[name] = [handle for handle in state[name] if not handle.is_listener]
+        return state
 
     def handles(self, dir: Direction) -> list[LensHandle]:
         """The live list of handles of one direction."""

@@ -602,12 +602,15 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         """
         if tags and store is None:
             raise TypeError(f"{list(tags)[0]}= is a tag of what is added to store=, which is None")
+        if store is not None and not isinstance(store, ActivationStore):
+            raise TypeError(f"store must be an ActivationStore, got {type(store).__name__}")
         recorder = Recorder(self, CaptureSpec.of(spec))
         cache = ActivationCache.of_recorder(recorder)
         parting = self.register_forward_hook(PartsFromOutput(recorder))
         try:
             with recorder.listening():
                 yield cache
+            recorder.warn_if_empty()
         finally:
             parting.remove()
             if store is not None:

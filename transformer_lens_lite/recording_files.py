@@ -20,8 +20,10 @@ VALUES = "values/"
 OF_COLUMNS = ("tokens", "attention_mask", "columns")
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """A safetensors file, whole or not at all."""
+def write(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], new: bool = False
+) -> None:
+    """A safetensors file, whole or not at all; FileExistsError for one that has to be `new`."""
     from safetensors.torch import save_file
 
     whole, storages = {}, set()
@@ -30,10 +32,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
         storage = kept.untyped_storage().data_ptr()
         whole[name] = kept.clone() if storage in storages else kept  # the format shares nothing
         storages.add(storage)
-    unfinished = path.with_name(path.name + ".unfinished")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         save_file(whole, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
-        os.replace(unfinished, path)
+        if new:
+            os.link(unfinished, path)  # which never takes the place of another file
+        else:
+            os.replace(unfinished, path)
     finally:
         with suppress(FileNotFoundError):
             unfinished.unlink()

@@ -5,11 +5,12 @@ however it is left.
 """
 
 import fnmatch
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,12 +111,19 @@ class HookedRootModule(Component):
                 f"no hook point is called {names_filter!r}."
                 f"{hint or closest(names_filter, self.hook_dict)}"
             )
+        if isinstance(names_filter, nn.Module):
+            name = str(getattr(names_filter, "name", ""))
+            if self.hook_dict.get(name) is names_filter:
+                return [name]
+            raise UnknownHookError(f"{type(names_filter).__name__} is no hook point of this model")
         if callable(names_filter):
             return self._matching(
                 names_filter, getattr(names_filter, "__qualname__", "the predicate")
             )
         if is_name_and_layer(names_filter):
-            if meant := self.names_meant_by(*names_filter):
+            name, layer, *layer_type = cast(tuple[Any, ...], names_filter)
+            number = None if layer is None else operator.index(layer)  # numpy's and torch's too
+            if meant := self.names_meant_by(name, number, *layer_type):
                 return meant
             near = closest(get_act_name(*names_filter), self.hook_dict)
             raise UnknownHookError(f"no hook point is meant by {names_filter!r}.{near}")
@@ -326,6 +334,7 @@ class HookedRootModule(Component):
         wanted: Sequence[Attachment],
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
+        is_permanent: bool = False,
     ) -> Iterator[list[LensHandle]]:
         """Attach functions that were checked to names that exist."""
         self.context_level += 1
@@ -333,7 +342,7 @@ class HookedRootModule(Component):
         try:
             for name, hook, direction, limits in wanted:
                 point, level = self.hook_dict[name], self.context_level
-                handle = LensHandle(point, hook, direction, context_level=level, limits=limits)
+                handle = LensHandle(point, hook, direction, is_permanent, level, limits=limits)
                 handles.append(handle.attach())
             yield handles
         finally:
@@ -355,16 +364,9 @@ class HookedRootModule(Component):
     ) -> Any:
         """One forward with hooks attached.
 
-        A backward pass happens after this returns, so backward hooks need `reset_hooks_end=False`
-        (or the `hooks()` context around forward and backward); without it, a UserWarning says so.
+        Backward hooks see the gradients of this forward, whenever they are computed; with
+        `reset_hooks_end=False` they, like the others, stay for further forwards too.
         """
-        if bwd_hooks and reset_hooks_end:
-            warnings.warn(
-                "run_with_hooks detaches its bwd_hooks before any backward pass can reach "
-                "them; use "
-                "reset_hooks_end=False, or `with model.hooks(bwd_hooks=…)` around both passes",
-                stacklevel=2,
-            )
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
@@ -485,12 +487,12 @@ class HookedRootModule(Component):
                         f"return_type='loss'; got {got}"
                     )
                 output.backward()
-        recorder.part_from(output)
+        recorder.part_from((*model_args, output))
         return output, self._cache_of(recorder)
 
     def _cache_of(self, recorder: Recorder) -> Any:
         """What `run_with_cache` returns of what was recorded."""
-        return recorder.latest().values
+        return recorder.first().values
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:
@@ -506,13 +508,15 @@ def checked_pairs(pairs: Any, direction: Direction) -> Any:
 
 
 def is_name_and_layer(given: Any) -> bool:
-    """Whether it is ("resid_post", 5) or ("scale", 5, "ln1"), and not several names."""
+    """Whether it is ("resid_post", 5) or ("scale", 5, "ln1"), and not several names. None for a
+    layer means all of them."""
     return (
         isinstance(given, tuple)
         and len(given) in (2, 3)
         and isinstance(given[0], str)
-        and isinstance(given[1], int)
-        and not isinstance(given[1], bool)
+        and (
+            given[1] is None or (hasattr(given[1], "__index__") and not isinstance(given[1], bool))
+        )
     )
 
 

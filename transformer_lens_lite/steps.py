@@ -4,6 +4,7 @@ Columns are counted from the start of the text, cached ones included: column j i
 whether it is computed in the prefill, in a decode step, or in one forward over everything.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -43,8 +44,8 @@ class StepContext:
     """
 
     __slots__ = (
-        "attention_mask", "batch", "expected_stop", "real", "sequence", "start", "step", "stop",
-        "tokens",
+        "attention_mask", "batch", "chosen", "expected_stop", "outer", "real", "sequence", "start",
+        "step", "stop", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,8 @@ class StepContext:
         self.expected_stop = expected_stop
         self.real = real
         self.batch = batch
+        self.outer = _running.get()  # the forward in the middle of which this one is run
+        self.chosen: list[int] | None = None  # the columns a hook with pos= gets; None: all
 
     @property
     def phase(self) -> Phase:
@@ -80,14 +83,25 @@ class StepContext:
         return slice(self.start, self.stop)
 
     def local(self, absolute_pos: Pos) -> Int[Tensor, " n"] | None:
-        """The places of absolute columns in this forward's activations; None when none is here.
+        """The places of absolute columns in what a hook gets; None when none of them is there.
 
         `act[:, hook.step.local([3, 4])]` is columns 3 and 4, or those of them computed now.
         """
-        chosen = Columns(absolute_pos).within(self.start, self.stop)
-        if chosen is None:
+        here = Columns(absolute_pos).within(self.start, self.stop)
+        if here is None:
             return None
-        return torch.arange(self.stop - self.start)[chosen]
+        places = torch.arange(self.stop - self.start)[here]
+        if self.chosen is None:
+            return places
+        found = [self.chosen.index(p) for p in places.tolist() if p in self.chosen]
+        return torch.tensor(found) if found else None
+
+    def of_part(self, part: slice | list[int]) -> "StepContext":
+        """The same, for a hook that gets only these of the columns computed here."""
+        new = copy.copy(self)
+        places = range(self.stop - self.start)
+        new.chosen = list(places[part]) if isinstance(part, slice) else part
+        return new
 
     def __repr__(self) -> str:
         return f"StepContext(step {self.step}, {self.phase}, columns {self.start}:{self.stop})"
@@ -161,7 +175,8 @@ class Steps:
 class Columns:
     """A choice of absolute columns (or steps), none of them counted from an end not known yet.
 
-    Raises: ValueError for negative numbers, TypeError for what is no number.
+    A list keeps its order.
+    Raises: ValueError for negative numbers and for repeated ones, TypeError for what is no number.
     """
 
     def __init__(self, given: Pos, name: str = "pos", what: str = "columns") -> None:
@@ -184,17 +199,20 @@ class Columns:
 
     @staticmethod
     def _integers(given: Pos, name: str) -> list[int]:
-        if isinstance(given, Tensor):
-            given = given.tolist()
-        several = given if isinstance(given, Sequence | range) else [given]
+        plain = given.tolist() if isinstance(given, Tensor) else given
+        several = plain if isinstance(plain, Sequence | range) else [plain]
         try:
-            if isinstance(given, str | bool):
+            if isinstance(plain, str | bytes) or any(isinstance(each, bool) for each in several):
                 raise TypeError
-            return sorted({operator.index(each) for each in several})
+            numbers = [operator.index(each) for each in several]
         except TypeError:
+            hint = " (of a mask: mask.nonzero().flatten())" if is_mask(given) else ""
             raise TypeError(
-                f"{name} must be a number, a slice or a list of numbers, got {given!r}"
+                f"{name} must be a number, a slice or a list of numbers{hint}, got {given!r}"
             ) from None
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"{name}={given!r} has a number twice")
+        return numbers
 
     def within(self, start: int, stop: int) -> slice | list[int] | None:
         """Where the chosen ones lie in `start:stop`, counted from `start`; None when none does."""
@@ -202,7 +220,8 @@ class Columns:
             here = [each - start for each in self.list if start <= each < stop]
             if not here:
                 return None
-            return slice(here[0], here[-1] + 1) if len(here) == here[-1] - here[0] + 1 else here
+            as_range = list(range(here[0], here[0] + len(here)))
+            return slice(here[0], here[0] + len(here)) if here == as_range else here
         chosen = self.range
         first = chosen.start
         if first < start:  # the first one of the stride that is not before `start`
@@ -210,9 +229,20 @@ class Columns:
         last = stop if chosen.stop is None else min(stop, chosen.stop)
         return slice(first - start, last - start, chosen.step) if first < last else None
 
+    def in_order(self) -> "Columns":
+        """The same ones, as they stand in the text."""
+        return self if self.range is not None else Columns(sorted(self.list))
+
     def count(self, start: int, stop: int) -> int:
         """How many of the chosen ones lie in `start:stop`."""
         here = self.within(start, stop)
         if here is None:
             return 0
         return len(range(stop - start)[here]) if isinstance(here, slice) else len(here)
+
+
+def is_mask(given: Any) -> bool:
+    """Whether it holds booleans."""
+    if isinstance(given, Tensor):
+        return given.dtype == torch.bool
+    return isinstance(given, list) and any(isinstance(each, bool) for each in given)

@@ -1,5 +1,6 @@
 """Small public helpers that need no model."""
 
+import operator
 import re
 from typing import Any
 
@@ -134,7 +135,10 @@ def layer_numbers(layers: Any, n: int) -> list[int]:
     count from the end. ValueError for one that is not there."""
     if isinstance(layers, slice):
         return list(range(n)[layers])
-    numbers = [layers] if isinstance(layers, int) else list(layers)
+    several = layers if isinstance(layers, list | tuple | range | set) else [layers]
+    if any(isinstance(each, bool) or not hasattr(each, "__index__") for each in several):
+        raise ValueError(f"layers must be numbers, a slice or a list of numbers, got {layers!r}")
+    numbers = [operator.index(each) for each in several]
     wrong = [layer for layer in numbers if not -n <= layer < n]
     if wrong:
         raise ValueError(f"layers={layers!r}: there is no layer {wrong[0]} in a model of {n}")

@@ -101,8 +101,8 @@ def fold_layer_norm(
     `hook_normalized` is n, so it stays as it was. A gated MLP gets `b_gate` and `b_up` when a norm
     has a bias to hand over. Norms behind sublayers (`ln1_post`, `norm_place="post"`), on the stream
     itself (`"stream"`, `"skip"`), inside attention (`q_norm`, `k_norm`) and behind the embedding
-    are followed by more than a matrix and keep their weights. The LayerNorm inside a "solu_ln" MLP goes into `W_out`; it stays, with weight one and
-    bias zero.
+    are followed by more than a matrix and keep their weights. The LayerNorm inside a "solu_ln" MLP
+    goes into `W_out`; it stays, with weight one and bias zero.
     """
     return rewritten(cfg, state, [FoldLayerNorm()], dtype)
 
