@@ -123,6 +123,36 @@ def test_a_processed_model() -> None:
     assert_like_full_forwards(model, tokens)
 
 
+def test_texts_of_different_lengths() -> None:
+    model = HookedTransformer.from_pretrained("tiny-lens", default_padding_side="left")
+    texts = ["Mary went to the store", "When Mary and John went to the store, John gave a book to"]
+    ids = model.to_tokens(texts)
+    n_pos = ids.shape[1]
+    cells = [
+        [Edit("blocks.1.hook_resid_pre", (slice(None), n_pos - 2), 1.0)],
+        [Edit("hook_embed", (slice(None), n_pos - 3), 0.0)],
+        [Edit("blocks.0.attn.hook_z", (slice(None), slice(None), 1), 0.0)],
+    ]
+    for given in (texts, ids):
+        engine = PatchEngine(model, given)
+        assert engine.mask is not None
+        assert engine.mask[0, 0] == 0
+        for outcome in engine.run(cells):
+            expected = by_hand(model, ids, cells[outcome.number], engine.mask)
+            real = engine.mask.bool()
+            torch.testing.assert_close(
+                outcome.logits.clone()[real], expected[real], rtol=1e-5, atol=1e-4
+            )
+
+
+def test_the_bar_is_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    model, (corrupted, clean) = native.build(), native.tokens(2, 10).split(5, 1)
+    _, cache = model.run_with_cache(clean)
+    patching.get_act_patch_resid_pre(model, corrupted, cache, metric_5, verbose=True)
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+
+
 def test_hooks_of_the_users_own_act_in_every_cell() -> None:
     model, tokens = native.build("rotary"), native.tokens()
 
@@ -426,6 +456,12 @@ def test_results_as_a_data_frame() -> None:
     )
     assert list(df.columns) == ["layer", "pos"]
     assert len(df) == results.numel()
+    long = patching.results_to_df(results, ("layer", "pos"))
+    assert list(long.columns) == ["layer", "pos", "metric"]
+    row = long.iloc[7]
+    assert row["metric"] == pytest.approx(float(results[int(row["layer"]), int(row["pos"])]))
+    with pytest.raises(ValueError, match="does not name the axes"):
+        patching.results_to_df(results, ("layer",))
     chosen = df.iloc[[7, 2]]
     again, same = patching.generic_activation_patch(
         model, corrupted, cache, metric_5, patching.layer_pos_patch_setter, "resid_pre",
@@ -483,6 +519,9 @@ def test_bad_sweeps_are_refused_before_anything_is_run() -> None:
     with pytest.raises(ValueError, match="first axis"):
         patch(index_axis_names=("pos", "layer"))
     assert counter.positions == [0, 0]
+    _, flat = model.run_with_cache(clean[:1], remove_batch_dim=True)
+    with pytest.raises(ValueError, match="lost its batch axis"):
+        patching.get_act_patch_attn_head_out_all_pos(model, corrupted, flat, metric_5)
     with pytest.raises(ValueError, match="the patch of"):
         patch(patch_setter=lambda corrupted, index, clean: corrupted[:, :2])
     with pytest.raises(TypeError, match="metric must return"):

@@ -77,6 +77,12 @@ def generic_activation_patch(
     names = {index[0]: get_act_name(activation_name, index[0]) for index in indices}
     clean = {layer: clean_cache[name] for layer, name in names.items()}  # raises for what it lacks
     engine = PatchEngine(model, corrupted_tokens, attention_mask, names.values(), heard=clean_cache)
+    for layer, name in names.items():
+        if clean[layer].ndim != engine.base[name].ndim:
+            raise ValueError(
+                f"the clean {name!r} is {list(clean[layer].shape)}, the corrupted one "
+                f"{list(engine.base[name].shape)}: has the cache lost its batch axis?"
+            )
     cells = []
     for index in indices:
         layer = index[0]
@@ -159,6 +165,15 @@ def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence
 
     rows = list(itertools.product(*map(range, column_max_ranges)))
     return pd.DataFrame(rows, columns=list(column_names))
+
+
+def results_to_df(results: Float[Tensor, "..."], axis_names: Sequence[str]) -> Any:
+    """A sweep as a pandas DataFrame: a row for each cell, with its indices and "metric"."""
+    if results.ndim != len(axis_names):
+        raise ValueError(f"{list(axis_names)} does not name the axes of {list(results.shape)}")
+    df = make_df_from_ranges(results.shape, axis_names)
+    df["metric"] = results.flatten().tolist()
+    return df
 
 
 # --- setters --------------------------------------------------------------------------------------
