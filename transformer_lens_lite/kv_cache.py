@@ -581,7 +581,7 @@ class KeyValueCache:
 
     def crop(self, length: int) -> "KeyValueCache":
         """A copy of the first `length` positions. ValueError when there are fewer."""
-        if not 0 <= length <= self.length:
+        if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a cache of {self.length} positions to {length}")
         return self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
 

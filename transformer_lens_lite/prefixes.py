@@ -49,7 +49,7 @@ class PrefixMethods:
         side = "left" if is_text(input) else None
         tokens, mask = model._tokens_and_mask(input, prepend_bos, side, attention_mask)
         batch, length = tokens.shape
-        if not length:
+        if not length or not batch:
             raise ValueError("the prefix is empty; it needs at least one token")
         hooks = EditingHooks(length, editing_hooks(model, length))
         cache = KeyValueCache.init_cache(model.cfg, tokens.device, batch, max_len=length)
@@ -122,10 +122,12 @@ class PrefixCache:
     """
 
     def __init__(self, model: Any, max_bytes: int) -> None:
+        if not hasattr(model, "next_logits"):
+            raise TypeError(f"a PrefixCache is of a HookedTransformer, got {type(model).__name__}")
         if not model.is_causal:
             raise ValueError("a model that sees both ways keeps no keys and values")
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes must be at least 0, got {max_bytes}")
+        if not isinstance(max_bytes, int) or max_bytes < 0:
+            raise ValueError(f"max_bytes must be a number of bytes, at least 0, got {max_bytes!r}")
         self.model = model
         self.max_bytes = max_bytes
         self.hits = self.misses = 0

@@ -59,6 +59,10 @@ MUST_BE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "no_repeat_ngram_size": ("a whole number of at least 0", lambda n: is_count(n, 0)),
     "min_new_tokens": ("a whole number of at least 0", lambda n: is_count(n, 0)),
+    "generator": (
+        "a torch.Generator or None",
+        lambda given: given is None or isinstance(given, torch.Generator),
+    ),
 }
 
 
