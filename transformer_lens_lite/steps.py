@@ -69,7 +69,8 @@ class StepContext:
         self.expected_stop = expected_stop
         self.real = real
         self.batch = batch
-        self.outer = _running.get()  # the forward in the middle of which this one is run
+        # the forward in the middle of which this one is run; a compiled graph cannot look
+        self.outer = None if torch.compiler.is_compiling() else _running.get()
         self.chosen: list[int] | None = None  # the columns a hook with pos= gets; None: all
 
     @property
