@@ -130,9 +130,17 @@ class ReplacementModel(HookedTransformer):
         self.unembed = WrappedUnembed(self.unembed)
         self.hook_extra = HookPoint()
         self.setup()
-        for name in self.hook_dict:
-            if name.endswith(("hook_pattern", "hook_scale")):
-                self.hook_dict[name].add_hook(lambda x, hook: x.detach(), is_permanent=True)
+        points = [self.ln_final.hook_scale]
+        masks = {}
+        for block in self.blocks:
+            points += [block.attn.hook_pattern, block.ln1.hook_scale, block.ln2.hook_scale]
+            if hasattr(block, "ln1_post"):  # only where there is such a norm
+                points += [block.ln1_post.hook_scale, block.ln2_post.hook_scale]
+            masks[block.attn.attn_type] = block.attn.mask
+        for block in self.blocks:
+            block.attn.mask = masks[block.attn.attn_type]
+        for point in points:
+            point.add_hook(lambda x, hook: x.detach(), is_permanent=True)
         for parameter in self.parameters():
             parameter.requires_grad = False
         self.hook_embed.add_hook(lambda x, hook: x.requires_grad_(), is_permanent=True)
@@ -171,6 +179,33 @@ def test_a_replacement_model(kind: str) -> None:
     (slope,) = torch.autograd.grad(out[0, -1, 3], live)
     assert slope.abs().sum() > 0.1
     assert (slope[0, :-1] != 0).any()  # it goes through values of earlier positions
+
+
+def test_attention_says_of_what_type_it_is() -> None:
+    model = native.build("window")
+    assert [block.attn.attn_type for block in model.blocks] == ["local", "global"]
+    assert not any("mask" in name for name in model.state_dict())
+
+
+def test_a_gradient_put_in_by_hand_reaches_hooks_that_are_gone() -> None:
+    """How circuit-tracer attributes: forward under hooks, backward when they are detached, from an
+    activation whose gradient is replaced."""
+    model = replacement()
+    seen: dict[str, Tensor] = {}
+    live: list[Tensor] = []
+    with model.hooks(
+        fwd_hooks=[("unembed.hook_in", lambda x, hook: live.append(x))],
+        bwd_hooks=[("hook_embed", lambda g, hook: seen.update(g=g.clone()))],
+    ):
+        model(TOKENS)
+    wanted = torch.randn_like(live[0])
+    handle = live[0].register_hook(lambda gradient: wanted)
+    live[0].backward(gradient=torch.zeros_like(live[0]), retain_graph=True)
+    handle.remove()
+    injected = seen.pop("g")
+    live[0].backward(gradient=wanted)
+    torch.testing.assert_close(injected, seen["g"])
+    assert injected.abs().sum() > 1
 
 
 def test_a_permanent_hook_outlives_reset_and_moves_with_a_copy() -> None:

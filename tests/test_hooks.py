@@ -1175,20 +1175,34 @@ def test_report_114_backward_hooks_run_in_the_backward_pass_only(
     model.zero_grad(set_to_none=True)
 
 
-def test_backward_hooks_that_would_be_gone_too_early_are_warned_about(
+def test_backward_hooks_see_the_gradients_of_the_forwards_they_were_there_for(
     model: HookedTransformer, tokens: Tensor
 ) -> None:
-    with pytest.warns(UserWarning, match="reset_hooks_end=False"):
-        model.run_with_hooks(tokens, bwd_hooks=[(Z, ignore)])
-    seen = []
-    loss = model.run_with_hooks(
-        tokens,
-        return_type="loss",
-        bwd_hooks=[(Z, lambda grad, hook: seen.append(grad.shape))],
-        reset_hooks_end=False,
-    )
-    loss.backward()
-    assert seen == [(2, 13, 4, 6)]
+    """Also when they are detached before backward, as circuit-tracer does."""
+    seen: list[str] = []
+
+    def note(what: str) -> Callable[..., None]:
+        return lambda gradient, hook: seen.append(what)
+
+    first = model.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(Z, note("run"))])
+    with model.hooks(bwd_hooks=[(Z, note("block"))]):
+        second = model(tokens, return_type="loss")
+    model.add_hook(Z, note("added"), dir="bwd")
+    third = model(tokens, return_type="loss")
+    model.reset_hooks()
+    model.add_hook(Z, note("later"), dir="bwd")
+    assert seen == []
+    for loss, expected in ((second, "block"), (first, "run"), (third, "added")):
+        loss.backward()
+        assert seen.pop() == expected
+    assert seen == []
+    model(tokens, return_type="loss").backward()
+    assert seen == ["later"]
+    model.reset_hooks()
+    stays = [(Z, note("stays"))]
+    model.run_with_hooks(tokens, bwd_hooks=stays, reset_hooks_end=False)
+    model(tokens, return_type="loss").backward()
+    assert seen == ["later", "stays"]
     model.reset_hooks()
     model.zero_grad(set_to_none=True)
 

@@ -351,7 +351,7 @@ class ResidualDecomposition:
         first = sublayer == "attn"
         behind = block.spec.norm_place == "post"
         name = ("ln1" if first else "ln2") + ("" if behind else "_post")
-        norm = getattr(block, name)
+        norm = getattr(block, name, None)
         if isinstance(norm, Norm):
             if norm.centred:
                 part = part - part.mean(-1, keepdim=True)
@@ -394,7 +394,7 @@ class ResidualDecomposition:
         W_out = neurons.apply(mlp.W_out, 0)
         if neurons.mode == "int":  # a single neuron: its axis stays
             acts, W_out = acts[..., None], W_out[None]
-        is_plain = isinstance(block.ln2_post, Absent) and block.spec.norm_place != "post"
+        is_plain = block.spec.post_norm is None and block.spec.norm_place != "post"
         if projection is not None and is_plain:  # without ever making the vectors
             return self._behind_scale(layer, acts, W_out @ projection)
         # a row per neuron: [..., neuron, d_model]; the norm's scale has no neuron axis

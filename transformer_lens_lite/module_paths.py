@@ -30,9 +30,10 @@ def our_modules(model: Any) -> Iterator[tuple[str, str]]:
         # what is added to the stream is the sublayer's output, unless something stands between
         if block.spec.residual_scale != 1.0 or block.spec.norm_place == "post":
             continue
-        if isinstance(block.ln1_post, Absent):
-            yield f"{path}.attn", f"{path}.hook_attn_out"
-        if block.spec.mlp is not None and isinstance(block.ln2_post, Absent):
+        if block.spec.post_norm is not None:
+            continue
+        yield f"{path}.attn", f"{path}.hook_attn_out"
+        if block.spec.mlp is not None:
             yield f"{path}.mlp", f"{path}.hook_mlp_out"
 
 

@@ -27,11 +27,11 @@ from transformer_lens_lite.factored_matrix import FactoredMatrix
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 from transformer_lens_lite.kv_cache import Segment
 
-# what older checkpoints of the classic class carry beside the parameters
 NO_MATRIX = (
     "latent attention has no QK or OV matrix: a norm stands between the stream and what keys and "
     "values are made from (W_K and W_V read the latent)"
 )
+# what older checkpoints of the classic class carry beside the parameters
 LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 PerHead = Float[Tensor, "batch pos head d_head"]
 PerKeyHead = Float[Tensor, "batch pos kv_head d_head"]
@@ -63,6 +63,9 @@ class Attention(Component):
         self.cfg = cfg
         self.spec = spec
         self.layer_id = layer
+        # for classic clients, which share the mask between layers of a type; nothing here reads it
+        self.attn_type = "global" if spec.window is None and spec.chunk is None else "local"
+        self.mask = torch.empty(0, 0, dtype=torch.bool)
         n, k = spec.n_heads, spec.n_kv_heads
         self.W_names = ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V")
         self.b_names = ("b_Q", f"{self.prefix}b_K", f"{self.prefix}b_V")

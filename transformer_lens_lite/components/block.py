@@ -39,7 +39,8 @@ class TransformerBlock(Component):
         self.hook_v_input = HookPoint(optional=True)  # [batch, pos, kv_head, d_model]
         self.ln1 = build_norm(spec.attention_norm)
         self.attn = build_attention(cfg, spec.attention, spec.layer)
-        self.ln1_post = build_norm(spec.post_norm)
+        if spec.post_norm is not None:
+            self.ln1_post = build_norm(spec.post_norm)
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model], like all that follow
         self.hook_attn_out = HookPoint()
         if spec.mlp is not None:
@@ -48,7 +49,8 @@ class TransformerBlock(Component):
             self.hook_mlp_in = HookPoint(optional=True)
             self.ln2 = build_norm(spec.norm)
             self.mlp = build_mlp(cfg, spec.mlp)
-            self.ln2_post = build_norm(spec.post_norm)
+            if spec.post_norm is not None:
+                self.ln2_post = build_norm(spec.post_norm)
             self.hook_mlp_out = HookPoint()
         self.hook_resid_post = HookPoint()
 
@@ -70,11 +72,13 @@ class TransformerBlock(Component):
 
     def attention_branch(self, x: Residual, context: ForwardContext) -> Residual:
         """Norm, attention, and the norm behind it where there is one."""
-        return self.ln1_post(self.attn(*self.attention_inputs(x, self.ln1, context), context))
+        out = self.attn(*self.attention_inputs(x, self.ln1, context), context)
+        return out if self.spec.post_norm is None else self.ln1_post(out)
 
     def mlp_branch(self, x: Residual) -> Residual:
         """Norm, MLP, and the norm behind it where there is one."""
-        return self.ln2_post(self.mlp(self.ln2(x)))
+        out = self.mlp(self.ln2(x))
+        return out if self.spec.post_norm is None else self.ln2_post(out)
 
     def before_attention(self, x: Residual) -> Residual:
         """What becomes of the stream before attention reads it and adds to it: nothing, most
