@@ -61,6 +61,7 @@ def some_cells(model: HookedTransformer) -> list[list[Edit]]:
         [Edit("blocks.0.attn.hook_attn_scores", (0, 1, 9, slice(0, 9)), 0.0)],
         [Edit("blocks.0.hook_attn_out", (1, slice(2, None, 3)), 0.0)],
         [Edit("hook_embed", (every, 7), 0.7)],
+        [Edit("unembed.hook_in", (every, 8), 1.0)],
         [Edit("unembed.hook_out", (every, 5, 3), 9.0)],
         [
             Edit("blocks.0.attn.hook_q", (every, 6, 1), 0.0),
@@ -69,6 +70,8 @@ def some_cells(model: HookedTransformer) -> list[list[Edit]]:
         [Edit("hook_embed", (1, 3), 0.0), Edit("unembed.hook_out", (every, -1), lambda x: -x)],
         [],
     ]
+    if "hook_pos_embed" in model.hook_dict:
+        cells.append([Edit("hook_pos_embed", (every, 5), 0.7)])
     if not model.cfg.attn_only:
         cells.append([Edit("blocks.0.hook_mlp_out", (every, slice(6, 9)), 0.3)])
     return cells
@@ -340,6 +343,14 @@ def test_editing_what_was_read_changes_no_other_cell() -> None:
     ]
     got = PatchEngine(model, tokens).metrics(cells, careless)
     torch.testing.assert_close(got, torch.stack(expected), rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_written_into_them_is_read_back(lazy_and_whole: Any) -> None:
+    make, whole = lazy_and_whole
+    logits = make()
+    logits[:, 4, 3] = 50.0
+    assert (logits[:, 4, 3] == 50.0).all()
+    torch.testing.assert_close(logits[:, 4, 4], whole[:, 4, 4], rtol=1e-4, atol=1e-4)
 
 
 # --- the sweeps of the field ----------------------------------------------------------------------
