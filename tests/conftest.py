@@ -29,15 +29,17 @@ install_import_hook(
 )
 
 # Checking shapes takes longer than the forwards of models this small. These files run every family,
-# which is the same components again: their shapes are checked where native models of every kind
-# run (test_features, test_hooks, test_kv_cache …).
+# or every kind of model once more: their shapes are checked where native models of every kind run
+# (test_features, test_hooks, test_kv_cache …).
 UNCHECKED = (
     "test_conversion",
     "test_encoders",
     "test_families",
     "test_hf_parity",
     "test_loading",
+    "test_patching",
     "test_real_models",
+    "test_training",
     "test_verification",
     "test_weight_processing",
 )

@@ -140,10 +140,10 @@ def test_ink_is_legible_on_light_and_dark() -> None:
 def test_html_of_caches_and_models() -> None:
     model = native.build("grouped_rotary")
     _, cache = model.run_with_cache(native.tokens(), names_filter="*hook_z")
-    shown = plot.cache_html(cache)
+    shown = cache._repr_html_()
     assert "2 activations" in shown
     assert "<code>blocks.1.attn.hook_z</code><td>[2, 13, 4, 6]<td>float32" in shown
-    shown = plot.model_html(model)
+    shown = model._repr_html_()
     assert "<th>key-value heads<td>2" in shown
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in shown
     assert shown.count("<li>") == len(model.hook_dict)

@@ -601,6 +601,11 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         """Bytes of the cached values."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.cache_dict.values())
 
+    def _repr_html_(self) -> str:
+        from transformer_lens_lite.plot import cache_html
+
+        return cache_html(self)
+
     def __repr__(self) -> str:
         if self._recorder is not None and len(self._recorder.runs) > 1:
             return f"ActivationCache of {len(self._recorder.runs)} runs: see its .runs"

@@ -338,6 +338,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         """Next-token cross-entropy; see `utils.lm_cross_entropy_loss`."""
         return lm_cross_entropy_loss(logits, tokens, attention_mask, per_token)
 
+    def _repr_html_(self) -> str:
+        from transformer_lens_lite.plot import model_html
+
+        return model_html(self)
+
     # -- what a forward pass needs to know first --
 
     @property
