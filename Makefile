@@ -42,7 +42,7 @@ test: $(VENV)/.test  ## the tests (PYTEST_ARGS="-k cache" for some of them)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 clients: $(VENV)/.test  ## packages of others over this library (installs them, so it needs a network)
-	TEST_CLIENTS=1 $(PY) -m pytest tests/test_sae_lens.py
+	TEST_CLIENTS=1 $(PY) -m pytest tests/test_installed_clients.py
 
 lint: $(VENV)/.check  ## ruff: rules and format
 	$(PY) -m ruff check .

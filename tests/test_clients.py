@@ -1,7 +1,7 @@
 """What packages written for HookedTransformer do to a model: subclass it, replace its parts, set
 its flags, edit its weights. Each test is a habit of a real client.
 
-sae-lens itself is run by tests/test_sae_lens.py.
+sae-lens and circuit-tracer themselves are run by tests/test_installed_clients.py.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """What a user of sae-lens does, over this library under the name transformer_lens.
 
-Run by tests/test_sae_lens.py in an environment of its own; raises where anything is not as it is
-with TransformerLens.
+Run by tests/test_installed_clients.py in an environment of its own; raises where anything is not as
+it is with TransformerLens.
 """
 
 import transformer_lens_lite.as_transformer_lens  # noqa: F401, I001  (before sae_lens imports it)
