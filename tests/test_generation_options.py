@@ -315,7 +315,6 @@ class Silent:
         (None, {"early_stopping": "often"}, ValueError, "must be True, False or 'never'"),
         (torch.zeros(1, 5, 24), {"no_repeat_ngram_size": 2}, ValueError, "prompt is embeddings"),
     ],
-    ids=str,
 )
 def test_bad_input_is_one_error_before_anything_is_run(
     input: Any, arguments: dict[str, Any], error: type[Exception], message: str

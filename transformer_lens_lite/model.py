@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -516,7 +517,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         elif before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
             mask = serving(before[:, : past + n_new], batch)
         else:
-            mask = before.new_ones(batch, n_new)
+            mask = F.pad(serving(before[:, :past], batch), (0, n_new), value=1)
         if mask.shape[1] == n_new and past > 0:
             if before is None:
                 before = mask.new_ones(1, past)

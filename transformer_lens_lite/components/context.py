@@ -5,7 +5,7 @@ and no method needs ten parameters.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
@@ -253,20 +253,19 @@ class ForwardContext(Memo):
     def _visible(
         self, causal: bool, window: int | None, chunk: int | None
     ) -> Bool[Tensor, "row pos key_pos"]:
-        if causal and self.n_new > 1:
+        limits = []
+        if causal and self.n_new > 1:  # a single query is the last one, and sees all
             slots = torch.arange(self.n_keys, device=self.device)
-            visible = (slots <= slots[self.n_past :, None])[None]
-        else:  # a single query is the last one
-            visible = torch.ones(1, self.n_new, self.n_keys, dtype=torch.bool, device=self.device)
+            limits.append((slots <= slots[self.n_past :, None])[None])
         if window is not None:
             distance = self.positions[:, :, None] - self.key_positions[:, None, :]
-            visible = visible & (distance < window) & (distance > -window)
+            limits.append((distance < window) & (distance > -window))
         if chunk is not None:
             chunks = self.key_positions // chunk
-            visible = visible & (chunks[:, self.n_past :, None] == chunks[:, None, :])
+            limits.append(chunks[:, self.n_past :, None] == chunks[:, None, :])
         if self.attention_mask is not None:
-            visible = visible & self.attention_mask[:, None, :].bool()
-        return visible
+            limits.append(self.attention_mask[:, None, :].bool().expand(-1, self.n_new, -1))
+        return reduce(torch.logical_and, limits)
 
     def _alibi(self, alibi: Alibi) -> Float[Tensor, "row head pos key_pos"]:
         slopes = torch.tensor(alibi.slopes, device=self.device)[:, None, None]
