@@ -15,16 +15,16 @@ import torch
 import transformer_lens_lite
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
 from transformer_lens_lite.compat import install_as_transformer_lens, uninstall
-from transformer_lens_lite.compat.model_names import (
+from transformer_lens_lite.compat.configs import get_pretrained_model_config
+from transformer_lens_lite.compat.names import HOME, MODULES, NOT_OFFERED, TOP
+from transformer_lens_lite.loading import on_the_hub
+from transformer_lens_lite.model_names import (
     MODEL_ALIASES,
     OFFICIAL_MODEL_NAMES,
     get_checkpoint_labels,
     get_official_model_name,
-    get_pretrained_model_config,
     hub_name,
 )
-from transformer_lens_lite.compat.names import HOME, MODULES, NOT_OFFERED, TOP
-from transformer_lens_lite.loading import on_the_hub
 
 # files of ours have their own contents; the classic names they lack are in other modules too
 NOT_IN_OUR_FILES = {("config", "TransformerLensConfig")} | {

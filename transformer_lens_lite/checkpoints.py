@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from contextvars import ContextVar
 from os import PathLike
 from typing import Any
 
@@ -11,9 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from transformer_lens_lite.config import HookedTransformerConfig, names_the_nearest, parse_dtype
-
-# while a checkpoint is loaded: every parameter will be replaced, so none gets memory before that
-parameters_come_later: ContextVar[bool] = ContextVar("parameters_come_later", default=False)
 
 
 class CheckpointMethods:

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Iterable
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from transformer_lens_lite.config import HookedTransformerConfig
+
+# while a checkpoint is loaded: every parameter will be replaced, so none gets memory before that
+parameters_come_later: ContextVar[bool] = ContextVar("parameters_come_later", default=False)
 
 
 def fans(name: str, weight: Tensor) -> tuple[int, int]:

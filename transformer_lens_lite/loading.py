@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from transformer_lens_lite.checkpoints import parameters_come_later
 from transformer_lens_lite.config import HookedTransformerConfig, default_device, parse_dtype
+from transformer_lens_lite.initialisation import parameters_come_later
 from transformer_lens_lite.native_checkpoints import (
     PROCESSED,
     NativeTable,
@@ -418,7 +418,7 @@ def on_the_hub(name: Any) -> Any:
     are."""
     if not isinstance(name, str) or name in BOXED or Path(name).expanduser().exists():
         return name
-    from transformer_lens_lite.compat.model_names import hub_name
+    from transformer_lens_lite.model_names import hub_name
 
     return hub_name(name)
 

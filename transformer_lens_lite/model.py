@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformer_lens_lite.activation_store import ActivationStore
 from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.capture import CaptureSpec, PartsFromOutput, Recorder
-from transformer_lens_lite.checkpoints import CheckpointMethods, parameters_come_later
+from transformer_lens_lite.checkpoints import CheckpointMethods
 from transformer_lens_lite.components.block import build_block
 from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.embed import (
@@ -30,7 +30,7 @@ from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig, closest
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import Absent, HookPoint
-from transformer_lens_lite.initialisation import initialise
+from transformer_lens_lite.initialisation import initialise, parameters_come_later
 from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
 from transformer_lens_lite.module_paths import outputs_by_module

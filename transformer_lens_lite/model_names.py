@@ -1,11 +1,10 @@
 """Classic short names of models, and the hub's names for them."""
 
 import json
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformer_lens_lite.config import HookedTransformerConfig, closest, parse_dtype
+from transformer_lens_lite.config import closest
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
@@ -54,27 +53,3 @@ def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], st
         raise ValueError(f"checkpoints of {official} are not listed; give revision= by its name")
     steps = PYTHIA_CHECKPOINTS
     return (steps[11:] if official.endswith("-v0") else steps), "step"
-
-
-def get_pretrained_model_config(
-    model_name: str | PathLike[str],
-    device: Any = None,
-    default_prepend_bos: bool | None = None,
-    dtype: Any = "float32",
-    first_n_layers: int | None = None,
-    n_ctx: int | None = None,
-) -> HookedTransformerConfig:
-    """The config a model would have, from its config.json: no weights are read or downloaded.
-
-    Raises: FileNotFoundError or ValueError, as `from_pretrained`.
-    """
-    from transformer_lens_lite.loading import on_the_hub, read_config
-
-    name = on_the_hub(model_name)
-    overrides: dict[str, Any] = {"dtype": parse_dtype(dtype), "model_name": str(name)}
-    given = {"device": device, "default_prepend_bos": default_prepend_bos}
-    overrides |= {name: value for name, value in given.items() if value is not None}
-    cfg = read_config(name, first_n_layers, overrides)
-    if n_ctx is not None:
-        cfg.n_ctx = n_ctx
-    return cfg
