@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -202,7 +203,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if wants_loss and context.n_new < 2 and not loss_per_token:
             raise ValueError("a loss needs at least two positions: one predicts the other")
-        with running(step_of(context, tokens)):
+        with running(partial(step_of, context, tokens)):
             if residual is None:
                 assert tokens is not None
                 residual = self._embedded(tokens, context)
@@ -236,7 +237,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
         is_ids = not start.is_floating_point()
-        with running(step_of(context, start if is_ids else None, generation)):
+        with running(partial(step_of, context, start if is_ids else None, generation)):
             if is_ids:
                 residual = self._embedded(start, context)
             else:

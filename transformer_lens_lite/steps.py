@@ -24,7 +24,7 @@ When = Any
 Pos = Any
 PHASES = ("all", "prefill", "decode")
 
-_running: ContextVar["StepContext | None"] = ContextVar("step", default=None)
+_running: ContextVar["running | None"] = ContextVar("step", default=None)
 
 
 class StepContext:
@@ -69,8 +69,7 @@ class StepContext:
         self.expected_stop = expected_stop
         self.real = real
         self.batch = batch
-        # the forward in the middle of which this one is run; a compiled graph cannot look
-        self.outer = None if torch.compiler.is_compiling() else _running.get()
+        self.outer: StepContext | None = None  # the forward in the middle of which this one is run
         self.chosen: list[int] | None = None  # the columns a hook with pos= gets; None: all
 
     @property
@@ -109,15 +108,15 @@ class StepContext:
 
 
 class running:
-    """While the block lasts, `current_step()` is this one."""
+    """While the block lasts, `current_step()` is this one; made when somebody first asks."""
 
-    def __init__(self, step: StepContext) -> None:
+    def __init__(self, step: "StepContext | Callable[[], StepContext]") -> None:
         self._step = step
 
     def __enter__(self) -> None:
         # nobody can listen inside a compiled graph, and it could not hold a context variable
         if not torch.compiler.is_compiling():
-            self._token = _running.set(self._step)
+            self._token = _running.set(self)
 
     def __exit__(
         self,
@@ -128,10 +127,20 @@ class running:
         if not torch.compiler.is_compiling():
             _running.reset(self._token)
 
+    @property
+    def step(self) -> StepContext:
+        """What is running."""
+        if not isinstance(self._step, StepContext):
+            self._step = self._step()
+            around = self._token.old_value
+            self._step.outer = around.step if isinstance(around, running) else None
+        return self._step
+
 
 def current_step() -> StepContext | None:
     """The forward that is running in this thread; None outside of one."""
-    return _running.get()
+    here = _running.get()
+    return None if here is None else here.step
 
 
 # --- which steps --------------------------------------------------------------------------------
