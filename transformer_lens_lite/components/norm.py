@@ -48,8 +48,11 @@ class Norm(Component):
         """The same by hand, calling the hook points."""
         wide = widened(x)
         if self.centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        scale = self.hook_scale((wide.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+            square, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+            wide = wide - mean
+        else:
+            square = wide.pow(2).mean(-1, keepdim=True)
+        scale = self.hook_scale((square + self.eps).sqrt())
         return self.rescale(self.hook_normalized(wide / scale)).to(x.dtype)
 
     def fused(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
@@ -87,7 +90,7 @@ class LayerNorm(LayerNormPre):
         return torch.layer_norm(x, (self.width,), self.weight(), self.b, self.eps)
 
     def rescale(self, normalized: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return normalized * self.weight() + self.b
+        return torch.addcmul(self.b, normalized, self.weight())
 
 
 class PerHeadLayerNorm(LayerNorm):
