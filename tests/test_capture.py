@@ -424,6 +424,17 @@ def test_A13_nothing_leaks_and_an_error_leaves_what_was_captured() -> None:
     assert torch.equal(cache["resid_post", 0], whole["resid_post", 0])
 
 
+@pytest.mark.parametrize("name", ["hook_embed", "ln_final.hook_scale", "unembed.hook_out"])
+def test_the_step_is_that_of_the_beginning_of_a_forward(name: str) -> None:
+    """Whoever asks first asks late: behind the last block the cache has counted this forward."""
+    model, ids = loud.build(), loud.tokens(1, 6)
+    kv, seen = KeyValueCache.init_cache(model.cfg, batch_size=1), []
+    with model.hooks([(name, lambda value, hook: seen.append((hook.step.step, hook.step.phase)))]):
+        for part in ids.split((4, 1, 1), 1):
+            model(part, past_kv_cache=kv)
+    assert seen == [(0, "prefill"), (1, "decode"), (2, "decode")]
+
+
 def test_several_texts_in_one_block_are_several_runs() -> None:
     model = loud.build()
     first, second = loud.tokens(2, P), loud.tokens(1, 3)
@@ -533,11 +544,15 @@ def test_what_is_kept_of_an_input_does_not_change_with_it() -> None:
     model, start = loud.build(), torch.randn(1, P, 24)
     with torch.no_grad(), model.capture("resid_pre") as cache:
         model(start, start_at_layer=1)
-    _, other = model.run_with_cache(start, start_at_layer=1, names_filter="resid_pre")
+    with torch.no_grad(), model.capture("resid_pre") as named:
+        model(input=start, start_at_layer=1)
+    how: dict[str, Any] = {"start_at_layer": 1, "names_filter": "resid_pre"}
+    _, other = model.run_with_cache(start, **how)
+    _, by_name = model.run_with_cache(input=start, **how)
     before = start.clone()
     start.zero_()
-    assert torch.equal(cache["resid_pre", 1], before)
-    assert torch.equal(other["resid_pre", 1], before)
+    for each in (cache, named, other, by_name):
+        assert torch.equal(each["resid_pre", 1], before)
 
 
 def test_nothing_kept_is_said() -> None:

@@ -606,12 +606,12 @@ class Recorder:
 
     # -- afterwards --
 
-    def part_from(self, output: Any) -> None:
-        """Copy what shares memory with an output, or with an input, whose owner is free to edit
-        it."""
+    def part_from(self, given: Any) -> None:
+        """Copy what shares memory with inputs and outputs of a forward, nested in any way: their
+        owner is free to edit them."""
         if self.spec.clone is False or not self.runs:
             return
-        given_away = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        given_away = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
         for series in self.run.series.values():
             if series.buffer is not None or not series.pieces:
                 continue
@@ -684,8 +684,8 @@ class PartsFromOutput:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.recorder.part_from((*args, output))
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.recorder.part_from((args, kwargs, output))
 
 
 # they only look: see LensHandle

@@ -112,7 +112,7 @@ def lens_logits(
     model: HookedTransformer, stream: Float[Tensor, "batch pos d_model"]
 ) -> Float[Tensor, "batch d_vocab_out"]:
     """What the model would say at the last position if this were its final stream."""
-    return model._logits(model.ln_final(stream[:, -1:]))[:, -1]
+    return model.logits_of(model.ln_final(stream[:, -1:]))[:, -1]
 
 
 def head_scores(model: HookedTransformer, half: int = 20, batch: int = 8) -> HeadScores | None:

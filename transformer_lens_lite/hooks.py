@@ -255,7 +255,7 @@ class LensHandle:
 
     def _run_on(self, tensor: Tensor, point: "HookPoint") -> Tensor:
         self.num_fires += 1
-        before, edits = tensor, edits_of(tensor)
+        before, edits = tensor, 0 if self.fires is None else edits_of(tensor)
         for caller in self._callers:
             result = self.user_hook(tensor, hook=caller)
             if isinstance(result, tuple) and len(result) == 1 and self.direction == "bwd":

@@ -215,7 +215,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 return None
             if return_type == "residual":
                 return residual
-            logits = self._logits(residual)
+            logits = self.logits_of(residual)
         if return_type == "logits":
             return logits
         assert tokens is not None  # checked before anything was run
@@ -245,7 +245,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             residual = self._through_blocks(residual, layers, context)
             if residual.shape[1] > 1 and not self._output_is_listened():
                 residual = residual[:, -1:]
-            return self._logits(self.ln_final(residual))[:, -1]
+            return self.logits_of(self.ln_final(residual))[:, -1]
 
     def _output_is_listened(self) -> bool:
         return any(
@@ -266,12 +266,6 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             residual = block(residual, context)
         context.commit(layers)
         return residual
-
-    def logits_of(
-        self, normed: Float[Tensor, "*batch d_model"]
-    ) -> Float[Tensor, "*batch d_vocab_out"]:
-        """The logits of a stream that has been through `ln_final`, softcap included."""
-        return self._logits(normed)
 
     def logit_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
         """What the stream behind `ln_final` is dotted with to give these tokens' logits, less b_U
@@ -294,8 +288,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             )
         return directions * self.cfg.logit_scale
 
-    def _logits(self, residual: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-        logits = self.unembed(residual)
+    def logits_of(
+        self, normed: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch d_vocab_out"]:
+        """The logits of a stream that has been through `ln_final`, softcap included."""
+        logits = self.unembed(normed)
         if self.cfg.logit_scale != 1.0:
             logits = logits * self.cfg.logit_scale
         cap = self.cfg.output_logits_soft_cap
@@ -613,7 +610,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise TypeError(f"store must be an ActivationStore, got {type(store).__name__}")
         recorder = Recorder(self, CaptureSpec.of(spec))
         cache = ActivationCache.of_recorder(recorder)
-        parting = self.register_forward_hook(PartsFromOutput(recorder))
+        parting = self.register_forward_hook(PartsFromOutput(recorder), with_kwargs=True)
         try:
             with recorder.listening():
                 yield cache
@@ -758,7 +755,7 @@ def step_of(
         sequence, real = generation, generation.real(context.n_new)
     else:
         # a text that was begun elsewhere is continued, whether or not its cache says how often
-        step = 0 if cache is None else max(cache.n_forwards, int(context.n_past > 0))
+        step = max(context.n_before, int(context.n_past > 0))
         sequence = None if cache is None or cache.frozen else cache
         expected_stop, real = None, None
     return StepContext(

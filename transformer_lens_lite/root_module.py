@@ -487,7 +487,7 @@ class HookedRootModule(Component):
                         f"return_type='loss'; got {got}"
                     )
                 output.backward()
-        recorder.part_from((*model_args, output))
+        recorder.part_from((model_args, model_kwargs, output))
         return output, self._cache_of(recorder)
 
     def _cache_of(self, recorder: Recorder) -> Any:

@@ -136,6 +136,8 @@ class ForwardContext(Memo):
         self.dtype = dtype
         self.attention_mask = attention_mask
         self.cache = cache
+        # how often the cache was filled before: it counts this forward before the last norm
+        self.n_before = 0 if cache is None else cache.n_forwards
         self.shortformer_pos_embed = shortformer_pos_embed
         self.token_type_ids = token_type_ids
 
