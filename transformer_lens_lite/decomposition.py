@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.components.moe import MixtureOfExperts
-from transformer_lens_lite.components.norm import Norm
+from transformer_lens_lite.components.norm import Norm, widened
 from transformer_lens_lite.hooks import Absent
 from transformer_lens_lite.utils import Slice, SliceInput
 
@@ -54,17 +54,17 @@ class ResidualDecomposition:
         last, chosen = self._layer(layer), as_slice(pos_slice)
         entries = []
         for number in range(last + 1):
-            if number == self._n_layers_or_raise:
+            if number == self._depth:
                 entries.append((self["resid_post", number - 1], "final_post"))
                 continue
             entries.append((self["resid_pre", number], f"{number}_pre"))
             if incl_mid and number < last:
                 entries.append((self["resid_mid", number], f"{number}_mid"))
-        if mlp_input and last < self._n_layers_or_raise:
+        if mlp_input and last < self._depth:
             entries.append((self["resid_mid", last], f"{last}_mid"))
         return self._stacked(
             entries, chosen, apply_ln, layer, mlp_input, return_labels,
-            recompute_ln=last == self._n_layers_or_raise,
+            recompute_ln=last == self._depth,
         )  # fmt: skip
 
     def decompose_resid(
@@ -92,7 +92,7 @@ class ResidualDecomposition:
                 entries.append((self["attn_out", number], f"{number}_attn_out"))
             if mode != "attn" and not self.model.cfg.attn_only:
                 entries.append((self["mlp_out", number], f"{number}_mlp_out"))
-        if mlp_input and mode != "mlp" and last < self._n_layers_or_raise:
+        if mlp_input and mode != "mlp" and last < self._depth:
             entries.append((self["attn_out", last], f"{last}_attn_out"))
         return self._stacked(entries, chosen, apply_ln, layer, mlp_input, return_labels)
 
@@ -107,7 +107,7 @@ class ResidualDecomposition:
     def compute_head_results(self) -> None:
         """Put what every head adds into the cache, as `hook_result` [batch, pos, head, d_model]:
         before any norm behind attention. What is there already stays."""
-        for layer in range(self._n_layers_or_raise):
+        for layer in range(self._depth):
             name = f"blocks.{layer}.attn.hook_result"
             if name not in self.cache_dict:  # type: ignore[attr-defined]
                 W_O = self.model.blocks[layer].attn.W_O
@@ -189,7 +189,7 @@ class ResidualDecomposition:
         if apply_ln and project_output_onto is not None:
             raise ValueError("apply_ln needs whole vectors; project the stack afterwards")
         projection = project_output_onto
-        extra = [last] if mlp_input and last < self._n_layers_or_raise else []
+        extra = [last] if mlp_input and last < self._depth else []
         entries = [
             (projected(head, projection), f"L{number}H{index}")
             for number in [*range(last), *extra]
@@ -309,12 +309,12 @@ class ResidualDecomposition:
     # -- inside --
 
     @property
-    def _n_layers_or_raise(self) -> int:
+    def _depth(self) -> int:
         n_layers: int = self.model.cfg.n_layers
         return n_layers
 
     def _layer(self, layer: int | None) -> int:
-        n = self._n_layers_or_raise
+        n = self._depth
         number = n if layer is None or layer == -1 else layer
         if not 0 <= number <= n:
             raise ValueError(f"layer={layer} is outside of a model of {n} layers")
@@ -327,7 +327,7 @@ class ResidualDecomposition:
         return number
 
     def _stream(self, layer: int, mlp_input: bool) -> Tensor:
-        if layer == self._n_layers_or_raise:
+        if layer == self._depth:
             return self["resid_post", layer - 1] if layer else self["resid_pre", 0]
         return self["resid_mid" if mlp_input else "resid_pre", layer]
 
@@ -460,7 +460,7 @@ class ResidualDecomposition:
     def _norm_reading(self, layer: int | None, mlp_input: bool) -> tuple[Any, str]:
         """The norm that reads the stream there, and where its scale is kept."""
         number = self._layer(layer)
-        if number == self._n_layers_or_raise:
+        if number == self._depth:
             return self.model.ln_final, "ln_final.hook_scale"
         name = "ln2" if mlp_input else "ln1"
         return getattr(self.model.blocks[number], name), f"blocks.{number}.{name}.hook_scale"
@@ -485,7 +485,7 @@ def unscaled(norm: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*b
     """A norm's quotient by the vectors' own statistics, without weight and bias."""
     if not isinstance(norm, Norm):
         return x
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = widened(x)
     if norm.centred:
         wide = wide - wide.mean(-1, keepdim=True)
     return (wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()).to(x.dtype)

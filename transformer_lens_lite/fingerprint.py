@@ -67,8 +67,8 @@ def fingerprint(model: Any) -> Fingerprint:
     """The fingerprint of a model as it is now.
 
     Weights are read again when a parameter is another tensor than at the last reading, or its
-    version has moved, as every in-place operation moves it. Exception: operations on
-    `parameter.data` move no version; after them, `forget(model)`.
+    version has moved, as in-place operations move it. Exceptions: operations on `parameter.data`
+    and fused optimizers move no version; after them, `forget(model)`.
     """
     version = weights_version(model)
     fields = dict(vars(model.cfg))
@@ -85,7 +85,7 @@ def fingerprint(model: Any) -> Fingerprint:
 
 
 def forget(model: Any) -> None:
-    """Have the weights read again at the next look: after edits through `parameter.data`."""
+    """Have the weights read again at the next look: after edits that move no version."""
     _taken.pop(model, None)
 
 
@@ -207,7 +207,7 @@ def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
 
 def acts_on(handle: Any, length: int) -> bool:
     """Whether a hook's limits let it act in a prefill of `length` columns; when in doubt, yes."""
-    when, columns = getattr(handle, "when", "all"), getattr(handle, "pos", None)
+    when, columns = handle.when, handle.pos
     if columns is not None and columns.within(0, length) is None:
         return False
     if isinstance(when, int):

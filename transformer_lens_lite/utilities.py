@@ -23,82 +23,20 @@ from jaxtyping import Float, Int, Num, Shaped
 from torch import Tensor, nn
 
 from transformer_lens_lite import tokens as token_rules
-from transformer_lens_lite.components.activations import ACTIVATION_FUNCTIONS, gelu_tanh, solu
+from transformer_lens_lite.compat.names import HELPERS
+from transformer_lens_lite.components.activations import ACTIVATION_FUNCTIONS, gelu_tanh
+from transformer_lens_lite.components.activations import solu as solu
 from transformer_lens_lite.config import default_device
-from transformer_lens_lite.factored_matrix import FactoredMatrix, composition_scores
-from transformer_lens_lite.sampling import sample_logits
-from transformer_lens_lite.utils import (
-    Slice,
-    SliceInput,
-    get_act_name,
-    lm_accuracy,
-    lm_cross_entropy_loss,
-)
+from transformer_lens_lite.factored_matrix import FactoredMatrix
+from transformer_lens_lite.factored_matrix import composition_scores as composition_scores
+from transformer_lens_lite.sampling import sample_logits as sample_logits
+from transformer_lens_lite.utils import Slice as Slice
+from transformer_lens_lite.utils import SliceInput as SliceInput
+from transformer_lens_lite.utils import get_act_name as get_act_name
+from transformer_lens_lite.utils import lm_accuracy as lm_accuracy
+from transformer_lens_lite.utils import lm_cross_entropy_loss as lm_cross_entropy_loss
 
-__all__ = [
-    "DATASETS",
-    "SOFTCAP_DISABLED",
-    "SUPPORTED_ACTIVATIONS",
-    "USE_DEFAULT_VALUE",
-    "LocallyOverridenDefaults",
-    "Slice",
-    "SliceInput",
-    "TypedModuleList",
-    "apply_softcap",
-    "calc_fan_in_and_fan_out",
-    "calculate_available_device_cuda_memory",
-    "check_structure",
-    "clear_huggingface_cache",
-    "composition_scores",
-    "determine_available_memory_for_available_devices",
-    "download_file_from_hf",
-    "filter_dict_by_prefix",
-    "gelu_fast",
-    "gelu_new",
-    "get_act_name",
-    "get_attention_mask",
-    "get_best_available_cuda_device",
-    "get_best_available_device",
-    "get_corner",
-    "get_cumsum_along_dim",
-    "get_dataset",
-    "get_device",
-    "get_device_for_block_index",
-    "get_input_with_manually_prepended_bos",
-    "get_matrix_corner",
-    "get_nested_attr",
-    "get_offset_position_ids",
-    "get_tokenizer_with_bos",
-    "get_tokens_with_bos_removed",
-    "init_kaiming_normal_",
-    "init_kaiming_uniform_",
-    "init_xavier_normal_",
-    "init_xavier_uniform_",
-    "is_library_available",
-    "is_lower_triangular",
-    "is_square",
-    "keep_single_column",
-    "lm_accuracy",
-    "lm_cross_entropy_loss",
-    "logits_to_df",
-    "move_to_and_update_config",
-    "override_or_use_default_value",
-    "print_gpu_mem",
-    "remove_batch_dim",
-    "repeat_along_head_dimension",
-    "sample_logits",
-    "select_compatible_kwargs",
-    "set_nested_attr",
-    "softcap_enabled",
-    "solu",
-    "sort_devices_based_on_available_memory",
-    "temporarily_swap_parameter",
-    "test_prompt",
-    "to_numpy",
-    "tokenize_and_concatenate",
-    "transpose",
-    "warn_if_mps",
-]
+__all__ = list(HELPERS)
 
 USE_DEFAULT_VALUE = None
 SOFTCAP_DISABLED = -1.0

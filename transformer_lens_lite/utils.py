@@ -12,11 +12,12 @@ from torch import Tensor
 
 def __getattr__(name: str) -> Any:
     """Classic helpers that nothing here needs, from `utilities`, when somebody asks for one."""
-    if not name.startswith("_"):
+    from transformer_lens_lite.compat.names import HELPERS
+
+    if name in HELPERS:
         from transformer_lens_lite import utilities
 
-        if name in utilities.__all__:
-            return getattr(utilities, name)
+        return getattr(utilities, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
