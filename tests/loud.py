@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
 # Awkward on purpose: no two sizes are equal, and the vocabulary is odd.
@@ -77,6 +78,15 @@ def tokens(batch: int = 1, length: int = 9, seed: int = 1, d_vocab: int = 61) ->
     """Random ids [batch, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, d_vocab, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def frozen_prefix(model: HookedTransformer, ids: Tensor) -> KeyValueCache:
+    """A prefix made by hand, as classic code makes it."""
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", len(ids))
+    model(ids, past_kv_cache=cache)
+    cache.freeze()
+    return cache
 
 
 def ragged(

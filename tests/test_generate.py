@@ -49,14 +49,6 @@ def build(kind: str = "standard", tokenizer: Any = None, **overrides: Any) -> Ho
     return loud.build(kind, tokenizer, **overrides)
 
 
-def frozen_prefix(model: HookedTransformer, ids: Tensor) -> KeyValueCache:
-    cache = KeyValueCache.init_cache(model.cfg, "cpu", len(ids))
-    with torch.no_grad():
-        model(ids, past_kv_cache=cache)
-    cache.freeze()
-    return cache
-
-
 def scripted(model: HookedTransformer, rows: list[list[int]]) -> AbstractContextManager:
     """While this lasts, row i of a batch continues with rows[i], and then with its last entry."""
     step = 0
@@ -365,7 +357,7 @@ def test_the_default_samples_and_temperature_zero_does_not() -> None:
 @KINDS
 def test_report_043_a_frozen_prefix_serves_many_generations(kind: str) -> None:
     model, prefix = build(kind), loud.tokens(1, 6)
-    cache = frozen_prefix(model, prefix)
+    cache = loud.frozen_prefix(model, prefix)
     kept = [t.clone() for e in cache.entries for t in (e.past_keys, e.past_values)]
     rows, ids, mask = loud.ragged([3, 5], seed=8)
     for _ in range(2):
@@ -394,7 +386,7 @@ def test_a_frozen_prefix_may_be_padded() -> None:
 
 
 def test_a_full_mask_over_prefix_and_prompt_is_accepted() -> None:
-    model, cache = build(), frozen_prefix(build(), loud.tokens(1, 4))
+    model, cache = build(), loud.frozen_prefix(build(), loud.tokens(1, 4))
     _, ids, mask = loud.ragged([3, 5])
     full = torch.cat((torch.ones(2, 4, dtype=torch.long), mask), 1)
     how: dict[str, Any] = {"past_kv_cache": cache, "max_new_tokens": 5, **GREEDY}
@@ -418,7 +410,7 @@ def test_a_growing_cache_takes_in_prompt_and_all_new_tokens_but_the_last() -> No
 
 def test_a_string_prompt_after_a_prefix_gets_no_bos() -> None:
     model = build("standard", gpt2_like())
-    cache = frozen_prefix(model, model.to_tokens("The cat"))
+    cache = loud.frozen_prefix(model, model.to_tokens("The cat"))
     how: dict[str, Any] = {"return_type": "tokens", "past_kv_cache": cache, **GREEDY}
     out = model.generate(" sat", 3, **how)
     bare = model.to_tokens(" sat", prepend_bos=False)
@@ -445,9 +437,9 @@ def test_report_065_ids_are_fed_as_they_are() -> None:
 def test_a_prefix_that_does_not_fit_is_refused_before_anything_is_run(use_cache: bool) -> None:
     model, ids = build("rotary_gqa", n_ctx=20), loud.tokens(2, 5)
     small = KeyValueCache.init_cache(model.cfg, "cpu", 2, max_len=8)
-    three = frozen_prefix(model, loud.tokens(3, 4))
+    three = loud.frozen_prefix(model, loud.tokens(3, 4))
     shallow = KeyValueCache.init_cache(build(n_layers=2).cfg, "cpu", 2)
-    long = frozen_prefix(model, loud.tokens(1, 12))
+    long = loud.frozen_prefix(model, loud.tokens(1, 12))
     refuse_to_run(model)
     if not use_cache:
         with pytest.raises(ValueError, match="use_past_kv_cache=False"):

@@ -28,14 +28,6 @@ def seeded(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def prefix_of(model: HookedTransformer, ids: Tensor) -> KeyValueCache:
-    cache = KeyValueCache.init_cache(model.cfg, "cpu", len(ids))
-    with torch.no_grad():
-        model(ids, past_kv_cache=cache)
-    cache.freeze()
-    return cache
-
-
 # --- processors -----------------------------------------------------------------------------------
 
 
@@ -209,7 +201,9 @@ def test_continuations_behind_a_frozen_prefix_and_of_embeddings(prefix_rows: int
     model = loud.build("rotary_gqa")
     prefix, ids = loud.tokens(prefix_rows, 4, 9), loud.tokens(2, 3)
     how: dict[str, Any] = {"max_new_tokens": 6, "n": 4, "stop_at_eos": False}
-    out = model.generate(ids, past_kv_cache=prefix_of(model, prefix), generator=seeded(), **how)
+    out = model.generate(
+        ids, past_kv_cache=loud.frozen_prefix(model, prefix), generator=seeded(), **how
+    )
     whole = torch.cat((prefix.expand(2, -1), ids), 1)
     assert torch.equal(out, model.generate(whole, generator=seeded(), **how)[:, 4:])
     embeds = model.embed(whole).detach()
@@ -385,9 +379,12 @@ def test_a_failure_at_any_step_loses_nothing(where: str, step: int) -> None:
     model, prefix = loud.build("rotary_window"), loud.tokens(2, 4, 9)
     _, ids, mask = loud.ragged([3, 5])
     whole = model.generate(ids, STEPS, attention_mask=mask, **GREEDY)
-    behind = model.generate(ids, STEPS, past_kv_cache=prefix_of(model, prefix), **GREEDY)
+    behind = model.generate(ids, STEPS, past_kv_cache=loud.frozen_prefix(model, prefix), **GREEDY)
 
-    growing, frozen = KeyValueCache.init_cache(model.cfg, "cpu", 2), prefix_of(model, prefix)
+    growing, frozen = (
+        KeyValueCache.init_cache(model.cfg, "cpu", 2),
+        loud.frozen_prefix(model, prefix),
+    )
     kept = [(e.past_keys.clone(), e.past_values.clone()) for e in frozen.entries]
     with pytest.raises(error, match="on purpose"):
         broken_at(
@@ -432,7 +429,7 @@ def test_a_failure_with_several_copies_leaves_the_prefix_alone(
     step: int, how: dict[str, Any]
 ) -> None:
     model, ids = loud.build("rotary_gqa"), loud.tokens(2, 3)
-    frozen = prefix_of(model, loud.tokens(1, 4, 9))
+    frozen = loud.frozen_prefix(model, loud.tokens(1, 4, 9))
     whole = model.generate(ids, STEPS, past_kv_cache=frozen, **how, **GREEDY)
     kept = [entry.past_keys.clone() for entry in frozen.entries]
     for where in ("processor", "criterion", "blocks.1.attn.hook_v"):
