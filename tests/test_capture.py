@@ -236,6 +236,15 @@ def test_A6_one_tensor_by_many_names() -> None:
         cache.blocks[7]
 
 
+def test_A6_paths_follow_a_model_whose_parts_were_replaced() -> None:
+    model = loud.build()
+    assert model.point_at("blocks.1.mlp") == "blocks.1.hook_mlp_out"
+    model.blocks[1].hook_mlp_out = torch.nn.Identity()
+    model.setup()
+    assert model.point_at("blocks.1.mlp") is None
+    assert model.point_at("blocks.0.mlp") == "blocks.0.hook_mlp_out"
+
+
 def test_A6_the_paths_of_hugging_face() -> None:
     import tiny
 

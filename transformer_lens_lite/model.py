@@ -115,6 +115,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             super().to(self.cfg.device)
         self.setup()
 
+    def setup(self) -> None:
+        """Give every submodule its name and index the hook points, after a submodule was replaced
+        too."""
+        super().setup()
+        self._outputs = None  # may be others now
+
     def _vocabulary_from_tokenizer(self) -> None:
         if self.cfg.d_vocab == -1:
             if self.tokenizer is None:
