@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from benchmarks.cases import CASES
+from benchmarks.pairs import keep_freed_memory
 
 
 def classic_figures() -> dict[str, float]:
@@ -31,6 +32,7 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - set(CASES):
         sys.exit(f"unknown cases {sorted(unknown)}; there are {list(CASES)}")
     classic = classic_figures()
+    keep_freed_memory()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__} on")
     print(
         f"{torch.get_num_threads()} threads; medians of CPU-time ratios (quartiles in brackets)\n"

@@ -12,7 +12,7 @@ import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from benchmarks.models import SHAPES, hugging_face, prompt
-from benchmarks.pairs import compare
+from benchmarks.pairs import compare, keep_freed_memory
 
 
 def classic(shape: str) -> HookedTransformer:
@@ -63,4 +63,5 @@ def measure() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     json.dump(measure(), sys.stdout)

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import loud
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from transformer_lens_lite import recording
 from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
@@ -711,3 +713,41 @@ def test_editing_the_output_leaves_the_cache_alone() -> None:
     kept = cache["resid_post", 1].clone()
     residual.fill_(0)
     assert torch.equal(cache["resid_post", 1], kept)
+
+
+@pytest.mark.parametrize("through", ["view", "numpy", "set_item", "out"])
+def test_the_logits_are_copied_when_they_are_first_written_to(through: str) -> None:
+    model = loud.build()
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(loud.tokens(2, 6))
+    kept = cache["unembed.hook_out"]
+    before = torch.tensor(logits.tolist())
+    if through == "view":
+        logits[:, -1].fill_(7)
+    elif through == "numpy":
+        logits.numpy()[:] = 7
+    elif through == "set_item":
+        logits[0, 0, 0] = 7
+    else:
+        torch.neg(logits.clone(), out=logits)
+    assert not torch.equal(logits, before)
+    assert torch.equal(kept, before)
+    kept.fill_(3)  # nor does the cache write into what was handed out
+    assert not (logits == 3).any()
+
+
+def test_a_copy_on_write_is_a_plain_copy_where_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = torch.from_numpy(np.ones((2, 3)))  # memory of another owner
+    part = torch.ones(4, 3)[:2]  # not all of its memory
+    for value in (array, part):
+        copy = recording.parted(value)
+        assert copy.untyped_storage().nbytes() == copy.nbytes
+        value.fill_(2)
+        assert (copy == 1).all()
+    monkeypatch.setattr(recording, "COPY_ON_WRITE", None)
+    whole = torch.ones(3)
+    copy = recording.parted(whole)
+    whole.fill_(2)
+    assert (copy == 1).all()

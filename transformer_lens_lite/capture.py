@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from transformer_lens_lite.hooks import Attachment, HookPoint
-from transformer_lens_lite.recording import Axes, Call, Forward, Recording
+from transformer_lens_lite.recording import Axes, Call, Forward, Recording, parted
 from transformer_lens_lite.steps import Columns, Pos, StepContext, Steps, When, current_step
 from transformer_lens_lite.utils import Slice
 
@@ -584,7 +584,7 @@ class Recorder:
         if not self.spec.detach and self.spec.clone == "auto":
             return kept  # a copy would lie beside the path that gradients take
         shared = kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        return kept.clone() if shared else kept
+        return parted(kept) if shared else kept
 
     def _copies_all(self) -> bool:
         if self._copies is None:
@@ -617,7 +617,7 @@ class Recorder:
                 continue
             piece = series.pieces[-1]  # those of earlier forwards have parted from their outputs
             if isinstance(piece, Tensor) and piece.untyped_storage().data_ptr() in given_away:
-                series.pieces[-1] = piece.clone()
+                series.pieces[-1] = parted(piece)
 
     def arrived(self) -> None:
         """Wait for copies that are on their way."""

@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from transformer_lens_lite.steps import Phase
 
 NAME_AND_CALL = re.compile(r"(.+):(\d+)")
+# not a public name of torch: a plain copy serves where it is missing
+COPY_ON_WRITE: Callable[[Tensor], Tensor] | None = getattr(torch, "_lazy_clone", None)
 Places = Int[Tensor, "*row place"]  # along an axis; with a row axis, each row has its own
 
 
@@ -228,6 +230,19 @@ def compact(value: Any) -> Any:
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
+
+
+def parted(value: Tensor) -> Tensor:
+    """A copy. On the CPU one that is made when either of the two is first written to, where torch
+    can do that and the value is all of its memory: most values never are, and copying the logits
+    of a long batch costs as much as a layer."""
+    is_whole = value.untyped_storage().nbytes() == value.nbytes
+    if COPY_ON_WRITE is not None and is_whole and value.device.type == "cpu":
+        try:
+            return COPY_ON_WRITE(value)
+        except RuntimeError:  # memory that is not torch's own, such as an array's
+            pass
+    return value.clone()
 
 
 def name_and_call(key: Any) -> tuple[Any, int | None]:
