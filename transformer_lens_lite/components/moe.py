@@ -75,9 +75,9 @@ class MixtureOfExperts(Component):
         inputs = x[rows] * weight if self.spec.router.on_input else x[rows]
         parts = zip(self.experts, inputs.split(counts), counts, strict=True)
         outputs = [expert(part) for expert, part, n_tokens in parts if n_tokens]
-        out = torch.cat(outputs) if outputs else inputs
+        out = torch.cat(outputs) if outputs else inputs  # joined anew, even of one
         if not self.spec.router.on_input:
-            out = out * weight
+            out.mul_(weight)  # in place: it is nobody else's
         return torch.zeros_like(x).index_add_(0, rows, out)
 
     def shared_out(
