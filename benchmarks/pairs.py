@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # names of glibc's malloc.h
 
 

@@ -751,3 +751,27 @@ def test_a_copy_on_write_is_a_plain_copy_where_torch_has_none(
     copy = recording.parted(whole)
     whole.fill_(2)
     assert (copy == 1).all()
+
+
+def test_older_spellings_fill_the_given_dictionary() -> None:
+    model = loud.build()
+    everything: dict[str, Tensor] = {}
+    some: dict[str, Tensor] = {}
+    model.cache_all(everything)
+    model.cache_some(
+        some, lambda name: name.endswith("hook_z"), incl_bwd=True, remove_batch_dim=True
+    )
+    tokens = loud.tokens(1, 4)
+    model(tokens, return_type="loss").backward()
+    _, expected = model.run_with_cache(tokens)
+    assert everything.keys() == expected.keys()
+    layers = range(model.cfg.n_layers)
+    names = {f"blocks.{layer}.attn.hook_z" for layer in layers}
+    assert some.keys() == names | {name + "_grad" for name in names}
+    for name in names:
+        assert torch.equal(some[name], expected[name][0])
+        assert torch.equal(everything[name], expected[name])
+    model.reset_hooks()
+    everything.clear()
+    model(tokens)
+    assert not everything

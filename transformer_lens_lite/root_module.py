@@ -454,6 +454,27 @@ class HookedRootModule(Component):
             self.hook_dict[name].add_hook(hook, "bwd")
         return cache
 
+    def cache_all(
+        self,
+        cache: dict[str, Tensor],
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+    ) -> None:
+        """Fill this dictionary until `reset_hooks()`: the older spelling of `add_caching_hooks`."""
+        self.add_caching_hooks(None, incl_bwd, device, remove_batch_dim, cache)
+
+    def cache_some(
+        self,
+        cache: dict[str, Tensor],
+        names: NamesFilter,
+        incl_bwd: bool = False,
+        device: torch.device | str | None = None,
+        remove_batch_dim: bool = False,
+    ) -> None:
+        """`cache_all` of some names only."""
+        self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
+
     def run_with_cache(
         self,
         *model_args: Any,

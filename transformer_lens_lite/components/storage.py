@@ -77,8 +77,8 @@ class JoinedProjection:
     """One matrix and bias for several projections whose parameters adjoin in memory.
 
     Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product
-    serves all three. The views are remembered for as long as the parameters stay where they are; copies
-    of a model make their own.
+    serves all three. The views are remembered for as long as the parameters stay where they are;
+    copies of a model make their own.
     """
 
     def __init__(self) -> None:
