@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.py notebooks/*.ipynb)
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients lint types docs notebooks check parity hook-points bench clean
+.PHONY: help demo test clients lint types docs notebooks check parity hook-points bench bench-page clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*##/make \1\t/p' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ hook-points: $(VENV)/.test  ## list the hook points of every kind of model in do
 
 bench: $(VENV)/.test  ## time and memory against plain transformers
 	$(PY) -m benchmarks
+
+bench-page: $(VENV)/.test  ## all of it, and how costs grow, into docs/benchmarks.md
+	$(PY) -m benchmarks --page docs/benchmarks.md
 
 clean:  ## everything that was made here, the environment too
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
