@@ -189,9 +189,9 @@ torch.testing.assert_close(parts.sum(0), cache["resid_post", 2], atol=1e-4, rtol
 #
 # The stream grows as it is added to: here its vectors become more than fifty times as long. Before
 # a branch reads it, each vector is divided by the root of the mean of its squares, so that the
-# branch always sees numbers of the same size. The stream itself stays as it is. (The norm in a checkpoint
-# also multiplies each coordinate by a weight. When the model was loaded, these weights were
-# multiplied into the matrices that come next.)
+# branch always sees numbers of the same size. The stream itself stays as it is. (The norm in a
+# checkpoint also multiplies each coordinate by a weight. When the model was loaded, these weights
+# were multiplied into the matrices that come next.)
 
 
 # %%
@@ -330,8 +330,9 @@ torch.testing.assert_close(logits, last @ model.W_U + model.b_U, atol=1e-3, rtol
 # The stream has the same form everywhere, so we may end early and ask what the model would say
 # after the first or second layer. This is the **logit lens** (nostalgebraist, 2020). *The picture
 # has a row for each depth, the embedding at the bottom and the end on top, and a column for each
-# word of the sentence. In each cell is the likeliest next word, on a darker ground where it is surer. Read
-# the last column upwards: " to", the word itself, twice; then " John"; and only on top " Mary".*
+# word of the sentence. In each cell is the likeliest next word, on a darker ground where it is
+# surer. Read the last column upwards: " to", the word itself, twice; then " John"; and only on top
+# " Mary".*
 
 # %%
 lens = cache.logit_lens()[:, 0, -1].softmax(-1)  # at the last position, one row a depth
