@@ -608,6 +608,37 @@ def test_offline_names_say_so() -> None:
         load("not a valid name!")
 
 
+def test_what_the_hub_answers_is_on_the_page_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants, errors
+
+    page = (Path(__file__).parent.parent / "docs" / "errors.md").read_text()
+    answers = [
+        kind.__new__(kind)  # what they are made of differs between versions of the hub's package
+        for kind in (
+            errors.RepositoryNotFoundError,
+            errors.GatedRepoError,
+            errors.LocalEntryNotFoundError,
+        )
+    ]
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for answer in answers:
+
+            def refuse(*args: Any, answer: Exception = answer, **kwargs: Any) -> None:
+                raise answer
+
+            monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+            with pytest.raises(FileNotFoundError) as raised:
+                load("some/model")
+            assert f"| FileNotFoundError: {raised.value} |\n" in page
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(FileNotFoundError, match="Did you mean 'gpt2-small'"):
+        load("gpt2-smal")
+    with pytest.raises(FileNotFoundError) as raised:
+        load("gpt2-small")  # a name that is right is not answered with others
+    assert "Did you mean" not in str(raised.value)
+
+
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
 def test_only_the_needed_files_are_downloaded(
     kind: str, folder: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+FAILING = re.compile(r"^```python\n([^`]*?)^```\n\n```text\n(\w+: .*)\n```$", re.M)
 README = blocks(ROOT / "README.md")
 WITH_CODE = [page for page in PAGES if blocks(page)]
 
@@ -34,9 +35,22 @@ def test_a_block_of_the_readme_runs(number: int) -> None:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_order(page: Path) -> None:
+    """A block of Python that a block of text "SomeError: …" follows raises just that."""
     namespace = {"__name__": "__main__"}
+    errors = dict(FAILING.findall(page.read_text()))
     for code in blocks(page):
-        exec(compile(code, page.name, "exec"), namespace)
+        program = compile(code, page.name, "exec")
+        if code not in errors:
+            exec(program, namespace)
+            continue
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - the page says which
+            exec(program, namespace)
+        message = str(raised.value.args[0])
+        assert f"{raised.type.__name__}: {message}" == errors[code]
+
+
+def test_the_page_of_errors_has_errors() -> None:
+    assert len(FAILING.findall((ROOT / "docs" / "errors.md").read_text())) >= 10
 
 
 def test_there_are_blocks_to_run() -> None:

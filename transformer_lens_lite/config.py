@@ -55,9 +55,9 @@ DTYPES = {
 }
 
 
-def closest(name: str, known: Iterable[str], n: int = 3) -> str:
+def closest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> str:
     """The tail of an error message: " Did you mean 'a' or 'b'?", or nothing."""
-    matches = difflib.get_close_matches(name, [str(k) for k in known], n=n, cutoff=0.5)
+    matches = difflib.get_close_matches(name, [str(k) for k in known], n=n, cutoff=cutoff)
     return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 

@@ -495,16 +495,20 @@ def _why_not(name: str, error: Exception) -> str:
     from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
+    from transformer_lens_lite.model_names import nearest_names
+
     known = f"{name!r} is no folder here and none of the models in the box ({', '.join(BOXED)})"
+    near = nearest_names(name)
     if isinstance(error, hub.GatedRepoError):
         return (
             f"{name!r} is gated: accept its terms on the hub and log in (hf auth login, HF_TOKEN)"
         )
     if isinstance(error, hub.RepositoryNotFoundError):
-        return f"{known}; the hub has no such model (or it is private and you are not logged in)"
+        hidden = "it is private and you are not logged in"
+        return f"{known}; the hub has no such model (or {hidden}).{near}"
     if isinstance(error, hub.LocalEntryNotFoundError):
         mode = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return f"{known}; {mode}, and it is not in the local cache"
+        return f"{known}; {mode}, and it is not in the local cache.{near}"
     return f"{known}; the hub says: {_first_line(error)}"
 
 

@@ -43,6 +43,12 @@ def hub_name(name: str) -> str:
     return KEPT_ELSEWHERE.get(official, official)
 
 
+def nearest_names(name: str) -> str:
+    """ " Did you mean …?" with classic names, for one that is none; nothing where none is near."""
+    name = name.lower()  # a misspelling, and no other name of the hub
+    return "" if name in _OFFICIAL else closest(name, _OFFICIAL, cutoff=0.8)
+
+
 def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], str]:
     """The training steps at which a model was saved, and "step".
 
