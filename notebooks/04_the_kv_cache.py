@@ -178,9 +178,10 @@ for panel, spans in enumerate([cached, uncached]):
 assert (work[0] == 1).sum() == 24
 assert (work[1] == 1).sum() == 195
 
-figure = plot.patching(work, names=["with a cache", "without"])
+figure = plot.patching(work, names=["cached", "uncached"])
 figure.update_traces(showscale=False, hovertemplate="forward %{y}, position %{x}<extra></extra>")
-figure.update_xaxes(tickvals=[0, 5, 10, 15, 20], title_text="position")
+ticks = [0, 5, 10, 15, 20]
+figure.update_xaxes(tickvals=ticks, ticktext=ticks, title_text="position")
 figure.update_yaxes(autorange="reversed", title_text=None)
 figure.update_yaxes(title_text="forward", col=1)
 figure.update_layout(height=320)
@@ -238,7 +239,7 @@ assert moved > 10
 # %% [markdown]
 # And if somebody turned stored keys again, at each step, as a careless cache might? We spoil a copy
 # in just this way and let the model read its prompt's last word over it. The right cache gives
-# " Mary" 99 %. The spoilt one gives her less than 5 %.
+# " Mary" 99 %. The spoilt one gives her less than one in a thousand.
 
 # %%
 right = KeyValueCache.init_cache(cfg, cfg.device, batch_size=1)
@@ -251,9 +252,9 @@ for layer in range(cfg.n_layers):
 mary = model.to_single_token(" Mary")
 from_right = model(tokens[:, -1:], past_kv_cache=right)[0, -1].softmax(-1)[mary]
 from_spoilt = model(tokens[:, -1:], past_kv_cache=spoilt)[0, -1].softmax(-1)[mary]
-print(f"{from_right:.3f} {from_spoilt:.3f}")
+print(f"right {from_right:.3f}, spoilt {from_spoilt:.1e}")
 assert from_right > 0.99
-assert from_spoilt < 0.05
+assert from_spoilt < 0.001
 
 # %% [markdown]
 # ## One beginning, many continuations
@@ -269,7 +270,8 @@ assert start.frozen
 assert start.length == 10
 
 endings = [f" {who} gave a {what} to" for who in ("John", "Mary") for what in ("drink", "book")]
-logits = model(endings, past_kv_cache=start)  # [batch, new positions, d_vocab]
+with model.capture("resid_pre") as seen:
+    logits = model(endings, past_kv_cache=start)  # [batch, new positions, d_vocab]
 answers = [model.to_single_str_token(int(i)) for i in logits[:, -1].argmax(-1)]
 print(answers)
 assert logits.shape == (4, 5, 421)
@@ -282,7 +284,8 @@ assert start.length == 10  # as it was
 
 # %%
 whole = model([beginning + ending for ending in endings])
-assert whole.shape == (4, 15, 421)
+assert whole.shape[:2] == (4, 15)
+assert seen["resid_pre", 0].shape[:2] == (4, 5)
 torch.testing.assert_close(logits, whole[:, 10:], atol=1e-3, rtol=1e-4)
 
 # %% [markdown]
@@ -293,11 +296,14 @@ torch.testing.assert_close(logits, whole[:, 10:], atol=1e-3, rtol=1e-4)
 # rows of five columns branch off to its right, one for each ending.*
 #
 # ```
-#                                            ┌─ John gave a drink to
-#  <|endoftext|> When Mary and … store , ════╪─ John gave a book  to
-#                                            ├─ Mary gave a drink to
-#         one row, ten positions             └─ Mary gave a book  to
-#         stored once, only read               four rows, five positions each
+#                                          ┌── John gave a drink to
+#                                          ├── John gave a book  to
+#   <|endoftext|> When Mary … the store, ══╡
+#                                          ├── Mary gave a drink to
+#                                          └── Mary gave a book  to
+#
+#   one row, ten positions:                 four rows, five positions each:
+#   stored once and only read               each row grows by itself
 # ```
 
 # %%
@@ -315,34 +321,41 @@ assert branch.length == 15
 # exponentials. The softmax of these two numbers says how much each segment counts, and the mean
 # with these shares is the whole. (Large systems do it so too: Hydragen, arXiv 2402.05099.)
 #
-# By hand, for the last query of each of the four rows:
+# By hand, for the last query of each of the four rows in layer 2:
 
 # %%
+LAST = 2
 with model.capture(["rot_q", "z"]) as seen:
     model(endings, past_kv_cache=start)
-query = seen["rot_q", LAYER][:, -1]  # [row, head, d_head]
+query = seen["rot_q", LAST][:, -1]  # [row, head, d_head]
 
 parts, sums = [], []
-for keys, values in branch[LAYER].segments:  # one row of shared keys serves all four
+for keys, values in branch[LAST].segments:  # one row of shared keys serves all four
     part_scores = (keys @ query[..., None])[..., 0] / cfg.d_head**0.5  # [row, head, pos]
     parts.append((part_scores.softmax(-1)[..., None] * values).sum(2))
     sums.append(part_scores.logsumexp(-1))
 shares = torch.stack(sums).softmax(0)  # [segment, row, head]
 z = (shares[..., None] * torch.stack(parts)).sum(0)
-torch.testing.assert_close(seen["z", LAYER][:, -1], z, atol=1e-4, rtol=1e-4)
+torch.testing.assert_close(seen["z", LAST][:, -1], z, atol=1e-4, rtol=1e-4)
 
 # %% [markdown]
-# *The picture shows, for each of the four texts and each head of this layer, how much the shared
-# beginning counts at the last position, from 0 to 1. Most cells are deep blue: that is where the
-# names are.*
+# The shares are worth a look: they tell how much of what a head finds comes from the beginning.
+# *The picture has a row for each of the four texts and a column for each head of layer 2. Head 0 is
+# deep blue, with more than 90 % from the beginning, where John gives (the two rows at the bottom),
+# and blank, below 1 %, where Mary does. Head 2 has about half in all of them.*
 
 # %%
+assert shares[0, :2, 0].min() > 0.9
+assert shares[0, 2:, 0].max() < 0.01
+assert ((shares[0, :, 2] > 0.4) & (shares[0, :, 2] < 0.5)).all()
+
 figure = plot.patching(
     shares[0],
     columns=[f"head {head}" for head in range(4)],
     rows=endings,
-    title="Share of the common beginning",
+    title="Share of the common beginning in layer 2",
 )
+figure.update_traces(hovertemplate="%{y}, %{x}: %{z:.2f}<extra></extra>")
 figure.update_layout(height=320)
 figure.update_yaxes(title_text=None)
 figure
@@ -381,7 +394,7 @@ try:
 except ValueError as error:
     refused = str(error)
 print(refused)
-assert refused
+assert "would have acted on its 10 positions" in refused
 
 # %% [markdown]
 # The page on prefixes in the documentation goes on from here: keeping prefixes in files, finding
