@@ -40,6 +40,7 @@ cfg.n_layers, cfg.n_heads, cfg.d_model, cfg.d_head, cfg.d_mlp, cfg.d_vocab
 # %%
 assert (cfg.n_layers, cfg.n_heads, cfg.d_model) == (3, 4, 128)
 assert (cfg.d_head, cfg.d_mlp, cfg.d_vocab) == (32, 320, 421)
+assert cfg.normalization_type == "RMSPre"  # a norm without weights, see below
 assert cfg.n_heads * cfg.d_head == cfg.d_model  # the heads of a layer share its width
 
 # %% [markdown]
@@ -280,9 +281,15 @@ figure
 
 # %% [markdown]
 # Why would anybody look at " and"? Because by layer 1 that position no longer stands for the word
-# alone: layer 0 has moved something there from its neighbours. What a position *is* and what it
-# *carries* are different things; the notebook on indirect objects takes this up.
-#
+# alone. In layer 0, head 0 looked from " and" at " Mary", the word before it, with more than 95 %
+# of its attention, and wrote there what it found. What a position *is* and what it *carries* are
+# different things; the notebook on indirect objects takes this up.
+
+# %%
+assert words[2] == " Mary"
+assert cache["pattern", 0][0, 0, 3, 2] > 0.95
+
+# %% [markdown]
 # The head now sums the values with these weights (`z`) and writes the sum into the stream through
 # its own matrix `W_O`. What one head adds is its `result`: we ask for it by name. Their sum, and a
 # constant vector, is what attention adds.
