@@ -15,6 +15,7 @@ def blocks(page: Path) -> list[str]:
 
 
 FAILING = re.compile(r"^```python\n([^`]*?)^```\n\n```text\n(\w+: .*)\n```$", re.M)
+SAYING = re.compile(r"^```python\n([^`]*?)^```\n\n```text\n([^`]*?)^```$", re.M)
 README = blocks(ROOT / "README.md")
 WITH_CODE = [page for page in PAGES if blocks(page)]
 
@@ -34,14 +35,18 @@ def test_a_block_of_the_readme_runs(number: int) -> None:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_order(page: Path) -> None:
-    """A block of Python that a block of text "SomeError: …" follows raises just that."""
+def test_the_blocks_of_a_page_run_in_order(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of text behind one of Python is what it prints, or the error it raises."""
     namespace = {"__name__": "__main__"}
     errors = dict(FAILING.findall(page.read_text()))
+    printed = dict(SAYING.findall(page.read_text()))
     for code in blocks(page):
         program = compile(code, page.name, "exec")
         if code not in errors:
+            capsys.readouterr()
             exec(program, namespace)
+            if code in printed:
+                assert capsys.readouterr().out == printed[code]
             continue
         with pytest.raises(Exception) as raised:  # noqa: PT011 - the page says which
             exec(program, namespace)
@@ -49,7 +54,8 @@ def test_the_blocks_of_a_page_run_in_order(page: Path) -> None:
         assert f"{raised.type.__name__}: {message}" == errors[code]
 
 
-def test_the_page_of_errors_has_errors() -> None:
+def test_pages_have_errors_and_output() -> None:
+    assert len(SAYING.findall((ROOT / "docs" / "getting_started.md").read_text())) >= 4
     assert len(FAILING.findall((ROOT / "docs" / "errors.md").read_text())) >= 10
 
 
