@@ -1047,7 +1047,7 @@ def test_the_aliases_the_repr_and_the_length_of_nothing() -> None:
     cache = empty_cache(loud.build("standard"), 2, max_len=10)
     assert tl.TransformerLensKeyValueCache is tl.HookedTransformerKeyValueCache is KeyValueCache
     assert (len(cache), cache.length, cache.batch_size) == (3, 0, 2)
-    assert "3 layers, 2 x 0 positions, growing, 0.0 MiB" in repr(cache)
+    assert "3 layers, 2 x 0 positions, growing, 0.02 MiB" in repr(cache)
     assert cache.previous_attention_mask.shape == (2, 0)
     assert cache[-1] is cache.entries[2]
 

@@ -86,6 +86,10 @@ def test_sweeps_share_a_scale_around_the_baseline() -> None:
     for axis in (figure.layout.xaxis, figure.layout.xaxis3):
         assert list(axis.ticktext) == list("abcde")
     (trace,) = plot.patching(torch.full((2, 5), torch.nan)).data
+    assert trace.hovertemplate.startswith("layer ")
+    named = plot.patching(torch.ones(2, 5), rows=["attention", "MLP"])  # these are no layers
+    assert named.layout.yaxis.title.text is None
+    assert "layer" not in named.data[0].hovertemplate
     assert trace.zmax == 1.0
     with pytest.raises(ValueError, match="columns has 1 labels for 5"):
         plot.patching(results, columns=["a"])

@@ -791,7 +791,7 @@ class KeyValueCache:
         return (
             f"KeyValueCache({len(self)} layers, {self.batch_size} x {self.length} positions, "
             f"{state}, "
-            f"{self.nbytes() / 2**20:.1f} MiB)"
+            f"{self.nbytes() / 2**20:.2f} MiB)"
         )
 
 

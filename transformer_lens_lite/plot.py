@@ -130,7 +130,7 @@ def patching(
 
     Args:
         results: [layer, column], or [sweep, layer, column] for several beside each other.
-        columns: labels of positions or heads; rows: of layers; names: of sweeps.
+        columns: labels of positions or heads; rows: of what is no plain layer; names: of sweeps.
         baseline: the metric without any patch.
     Raises: ValueError for labels or axes that do not fit.
     """
@@ -140,6 +140,7 @@ def patching(
         raise ValueError(f"results must have 2 or 3 axes, got {list(results.shape)}")
     n_sweeps, n_rows, n_columns = values.shape
     columns = [str(i) for i in range(n_columns)] if columns is None else columns
+    kind = "layer" if rows is None else ""
     rows = [str(i) for i in range(n_rows)] if rows is None else rows
     names = [""] * n_sweeps if names is None else names
     for what, given, n in (
@@ -158,13 +159,13 @@ def patching(
         trace = heat_map(
             values[place], DIVERGING, zmin=baseline - reach, zmax=baseline + reach,
             showscale=place == n_sweeps - 1,
-            hovertemplate="layer %{y}, %{x}: %{z:.4g}<extra></extra>",
+            hovertemplate=f"{kind} %{{y}}, %{{x}}: %{{z:.4g}}<extra></extra>".lstrip(),
         )  # fmt: skip
         figure.add_trace(trace, row=1, col=place + 1)
     finish(figure, title)
     label_axis(figure.update_xaxes, columns)
     label_axis(figure.update_yaxes, rows)
-    figure.update_yaxes(title_text="layer", col=1)
+    figure.update_yaxes(title_text=kind or None, col=1)
     return figure
 
 
