@@ -5,6 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
+import loud
 import native
 import pytest
 import torch
@@ -428,3 +429,20 @@ def test_flags_are_flags_and_numbers_are_numbers(field: str, value: Any) -> None
     object.__setattr__(cfg, field, value)  # in tests the annotations refuse it first
     with pytest.raises(ValueError, match=rf"{field} must be .*, got {value!r}"):
         cfg._check_types()
+
+
+def test_copies_share_no_dictionary_and_no_list() -> None:
+    cfg = loud.build(
+        positional_embedding_type="rotary",
+        rotary_scaling={"rope_type": "linear", "factor": 2.0},
+        window_size=4,
+        attn_types=["local", "global", "local"],
+        use_local_attn=True,
+    ).cfg
+    fields, model = cfg.to_dict(), HookedTransformer(cfg)
+    for copied in (fields["rotary_scaling"], model.cfg.rotary_scaling):
+        copied["factor"] = 8.0
+    for copied in (fields["attn_types"], model.cfg.attn_types):
+        copied.append("global")
+    assert cfg.rotary_scaling["factor"] == 2.0
+    assert cfg.attn_types == ["local", "global", "local"]

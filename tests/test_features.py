@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import by_hand
+import jaxtyping
+import loud
 import native
 import pytest
 import torch
@@ -659,3 +661,23 @@ def test_every_parameter_counts(name: str) -> None:
         }
     assert not inert
     assert torch.equal(model(tokens), before)
+
+
+def test_the_ids_behind_a_stream_are_looked_at_before_anything_is_run() -> None:
+    jaxtyping.config.update("jaxtyping_disable", True)  # users have no run-time check of types
+    model, ids = loud.build(), loud.tokens(2, 5)
+    residual = model(ids, stop_at_layer=1)
+    ran: list[str] = []
+    listening = [(lambda name: True, lambda value, hook: ran.append(hook.name))]
+    loss = model(residual, start_at_layer=1, tokens=ids, return_type="loss")
+    torch.testing.assert_close(loss, model(ids, return_type="loss"))
+    for tokens, message in (
+        (ids[:, :-1], "must be .2, 5. as the input, got .2, 4."),
+        (ids.float(), "an integer tensor"),
+        (ids + model.cfg.d_vocab, "outside the vocabulary of"),
+    ):
+        with model.hooks(fwd_hooks=listening), pytest.raises(ValueError, match=message):
+            model(residual, start_at_layer=1, tokens=tokens, return_type="loss")
+    with pytest.raises(ValueError, match="start_at_layer=2 is behind stop_at_layer=1"):
+        model(residual, start_at_layer=2, stop_at_layer=1)
+    assert not ran

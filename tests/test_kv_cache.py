@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import loud
 import pytest
 import tiny
@@ -1204,3 +1205,23 @@ def test_texts_of_different_lengths_continue_a_frozen_text() -> None:
         suffix = model.to_tokens(text, prepend_bos=False)
         whole = torch.cat((model.to_tokens("The cat sat"), suffix), 1)
         close(row[-suffix.shape[1] :], run(model, whole)[0, -suffix.shape[1] :])
+
+
+def test_values_that_do_not_fit_their_keys_are_refused_before_anything_is_written() -> None:
+    jaxtyping.config.update("jaxtyping_disable", True)  # users have no run-time check of types
+    cfg = loud.build().cfg
+    entry = KeyValueCache.init_cache(cfg, "cpu", 2)[0]
+    heads = cfg.n_key_value_heads or cfg.n_heads
+    keys = torch.ones(2, 3, heads, cfg.d_head)
+    wrong = {
+        "values of": [keys[:, :2], keys[:1]],
+        "heads, d_head": [keys[..., :1], keys[:, :, :1]],
+        "the values are torch.float64": [keys.double()],
+    }
+    for message, every in wrong.items():
+        for values in every:
+            with pytest.raises(ValueError, match=message):
+                entry.append(keys, values)
+    assert entry.length == 0
+    entry.append(keys, 2 * keys)
+    assert torch.equal(entry.past_values, 2 * keys)

@@ -77,6 +77,14 @@ def test_a_model_of_ours_is_compared_with_its_export() -> None:
         verify(HookedTransformer.from_pretrained("tiny-lens"))
 
 
+def test_the_model_that_is_verified_stays_as_it_was() -> None:
+    hf_model = tiny.build("gpt2")
+    hf_model.generation_config.update(eos_token_id=5, pad_token_id=7)
+    before = hf_model.generation_config.to_dict()
+    assert verify(hf_model).of_greedy
+    assert hf_model.generation_config.to_dict() == before
+
+
 def test_half_precision_has_a_tolerance_of_its_own() -> None:
     result = verify("tiny-lens", dtype="bf16")
     assert result.passed

@@ -5,6 +5,7 @@
 count layers or look at an architecture's name.
 """
 
+import copy
 import difflib
 import functools
 import inspect
@@ -53,6 +54,11 @@ DTYPES = {
     "float64": torch.float64,
     "fp64": torch.float64,
 }
+
+
+def own(value: Any) -> Any:
+    """A copy of a list or dictionary and all in it; other values themselves."""
+    return copy.deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def closest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> str:
@@ -959,7 +965,13 @@ class HookedTransformerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of the fields, `dtype` as a torch.dtype."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: own(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    def copied(self) -> "HookedTransformerConfig":
+        """A copy that shares no list or dictionary with this one."""
+        twin = copy.copy(self)
+        vars(twin).update({name: own(value) for name, value in vars(self).items()})
+        return twin
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads back to an equal config."""

@@ -87,6 +87,21 @@ def padded_left(
     return F.pad(stored, (0, 0, length - stored.shape[2], 0))
 
 
+def check_like(
+    new: Float[Tensor, "batch kv_head pos d"],
+    stored: Float[Tensor, "row kv_head slot d"],
+    what: str,
+) -> None:
+    """Raise ValueError unless new keys or values are of the shape, dtype and device stored."""
+    expected, got = (stored.shape[1], stored.shape[3]), (new.shape[1], new.shape[3])
+    if got != expected:
+        raise ValueError(f"the cache holds (heads, d_head) {expected}, got {got}")
+    if new.dtype != stored.dtype:
+        raise ValueError(f"the cache is {stored.dtype}, the {what} are {new.dtype}")
+    if new.device != stored.device:
+        raise ValueError(f"the cache is on {stored.device}, the {what} on {new.device}")
+
+
 def compact(t: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """The same values without a graph, in memory that holds nothing else."""
     t = t.detach()
@@ -165,6 +180,12 @@ class KeyValueCacheEntry:
         keys, values = new_keys.transpose(1, 2), new_values.transpose(1, 2)
         self.check_batch(keys.shape[0])
         self.check_kind(keys)
+        check_like(values, self._values, "values")
+        if (values.shape[0], values.shape[2]) != (keys.shape[0], keys.shape[2]):
+            raise ValueError(
+                f"keys are of (batch, pos) {tuple(new_keys.shape[:2])}, values of "
+                f"{tuple(new_values.shape[:2])}"
+            )
         self.check_room(keys.shape[2])
         segments = self.extend(keys, values)
         self.advance(keys.shape[2])
@@ -230,14 +251,7 @@ class KeyValueCacheEntry:
 
     def check_kind(self, keys: NewKeys) -> None:
         """Raise ValueError unless these keys are of the shape, dtype and device stored here."""
-        stored, expected = self._keys, (self._keys.shape[1], self._keys.shape[3])
-        got = (keys.shape[1], keys.shape[3])
-        if got != expected:
-            raise ValueError(f"the cache holds (heads, d_head) {expected}, got {got}")
-        if keys.dtype != stored.dtype:
-            raise ValueError(f"the cache is {stored.dtype}, the keys are {keys.dtype}")
-        if keys.device != stored.device:
-            raise ValueError(f"the cache is on {stored.device}, the keys on {keys.device}")
+        check_like(keys, self._keys, "keys")
 
     def check_batch(self, batch: int) -> None:
         """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""

@@ -1,6 +1,5 @@
 """HookedTransformer: a decoder whose every intermediate value has a name."""
 
-import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -98,7 +97,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 "checkpoint by name use HookedTransformer.from_pretrained(name)"
             )
         # a copy: casting or untying one model must not change the config of another
-        self.cfg = copy.copy(HookedTransformerConfig.unwrap(cfg))
+        self.cfg = HookedTransformerConfig.unwrap(cfg).copied()
         self.set_tokenizer(tokenizer, default_padding_side)
         self._vocabulary_from_tokenizer()
         # what a loaded checkpoint's config said, for writing it back; None for models made here
@@ -395,6 +394,8 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             if not 0 <= value <= n:
                 raise ValueError(f"{name}={number} is outside a model of {n} layers")
             numbers.append(value)
+        if numbers[0] > numbers[1]:
+            raise ValueError(f"start_at_layer={start} is behind stop_at_layer={stop}")
         return range(*numbers)
 
     def _tokens_and_mask(
@@ -465,7 +466,19 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             )
         if return_type in ("loss", "both") and stop_at_layer is None and tokens is None:
             raise ValueError("a loss with start_at_layer needs tokens=, the ids behind the input")
+        if tokens is not None:
+            self._check_ids(tokens, list(residual.shape[:2]))
         return residual
+
+    def _check_ids(self, tokens: Any, shape: list[int]) -> None:
+        """ValueError unless these are ids of this vocabulary, in this shape."""
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            raise ValueError("tokens= must be token ids, an integer tensor")
+        if list(tokens.shape) != shape:
+            raise ValueError(f"tokens= must be {shape} as the input, got {list(tokens.shape)}")
+        n = self.cfg.d_vocab
+        if not torch.compiler.is_compiling() and bool(((tokens < 0) | (tokens >= n)).any()):
+            raise ValueError(f"tokens= has ids outside the vocabulary of {n}")
 
     def _context(
         self,

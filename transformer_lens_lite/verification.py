@@ -7,6 +7,7 @@ names: the row that maps `…q_proj.weight` to `W_Q` says that the output of tha
 So it works for families a user registers, and names the first place at which the two part.
 """
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -327,8 +328,9 @@ def greedy_agreement(
     if n < 1:
         return 0, 0
     mine = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)
-    theirs.generation_config.update(eos_token_id=None, pad_token_id=0)
+    config = copy.deepcopy(theirs.generation_config)
+    config.update(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
     mask = torch.ones_like(tokens)
-    other = theirs.generate(tokens, attention_mask=mask, max_new_tokens=n, do_sample=False)
+    other = theirs.generate(tokens, attention_mask=mask, generation_config=config)
     same = (mine == other)[:, tokens.shape[1] :].long().cumprod(1)
     return int(same.sum()), same.numel()
