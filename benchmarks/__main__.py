@@ -81,7 +81,7 @@ def page(classic: dict[str, float]) -> Iterator[str]:
         "Written by `make bench-page`, never by hand: run it to have the page for your machine. "
         f"This copy: {made}, {f'commit {commit}, ' if commit else ''}{machine()}."
     )
-    yield from ("", *HOW, "## What is promised", "")
+    yield from ("", *HOW, "", "## What is promised", "")
     yield from rows(list(CASES), classic)
     yield from ("", "## How costs grow", "")
     yield from ("A random GPT-2 of width 384, 4 layers unless they are what grows, fp32.", "")
