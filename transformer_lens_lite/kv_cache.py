@@ -89,7 +89,7 @@ def padded_left(
 
 def check_like(
     new: Float[Tensor, "batch kv_head pos d"],
-    stored: Float[Tensor, "row kv_head slot d"],
+    stored: Float[Tensor, "_row _kv_head _slot _d"],
     what: str,
 ) -> None:
     """Raise ValueError unless new keys or values are of the shape, dtype and device stored."""

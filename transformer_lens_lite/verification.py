@@ -328,9 +328,13 @@ def greedy_agreement(
     if n < 1:
         return 0, 0
     mine = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)
-    config = copy.deepcopy(theirs.generation_config)
-    config.update(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
-    mask = torch.ones_like(tokens)
-    other = theirs.generate(tokens, attention_mask=mask, generation_config=config)
+    mask, given = torch.ones_like(tokens), theirs.generation_config
+    # not as an argument: what is None there is taken from the model's own
+    theirs.generation_config = copy.deepcopy(given)
+    theirs.generation_config.update(eos_token_id=None, pad_token_id=0)
+    try:
+        other = theirs.generate(tokens, attention_mask=mask, max_new_tokens=n, do_sample=False)
+    finally:
+        theirs.generation_config = given
     same = (mine == other)[:, tokens.shape[1] :].long().cumprod(1)
     return int(same.sum()), same.numel()
