@@ -1,17 +1,13 @@
 """The benchmark command: its tables and its page, on measurements that take no time."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks.curves import Curve  # noqa: E402
-from benchmarks.pairs import compare  # noqa: E402
+from benchmarks import __main__ as command
+from benchmarks.curves import Curve
+from benchmarks.pairs import compare
 
 
 def one_row() -> Iterator[tuple[str, str, str, str]]:

@@ -14,7 +14,9 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-FAILING = re.compile(r"^```python\n([^`]*?)^```\n\n```text\n(\w+: .*)\n```$", re.M)
+FAILING = re.compile(
+    r"^```python\n([^`]*?)^```\n\n```text\n(\w*(?:Error|Activation): .*)\n```$", re.M
+)
 SAYING = re.compile(r"^```python\n([^`]*?)^```\n\n```text\n([^`]*?)^```$", re.M)
 README = blocks(ROOT / "README.md")
 WITH_CODE = [page for page in PAGES if blocks(page)]

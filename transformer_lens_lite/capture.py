@@ -584,7 +584,7 @@ class Recorder:
         if not self.spec.detach and self.spec.clone == "auto":
             return kept  # a copy would lie beside the path that gradients take
         shared = kept.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        return parted(kept) if shared else kept
+        return kept.clone() if shared else kept
 
     def _copies_all(self) -> bool:
         if self._copies is None:
