@@ -721,6 +721,8 @@ def test_the_logits_are_copied_when_they_are_first_written_to(through: str) -> N
     with torch.no_grad():
         logits, cache = model.run_with_cache(loud.tokens(2, 6))
     kept = cache["unembed.hook_out"]
+    if recording.COPY_ON_WRITE is not None:
+        assert torch._C._is_cow_tensor(kept)  # a long batch's logits are not held twice
     before = torch.tensor(logits.tolist())
     if through == "view":
         logits[:, -1].fill_(7)
