@@ -24,10 +24,12 @@ from test_hf_parity import (
     hf_run,
     left_padded,
     load,
+    seen_inside,
 )
 from torch import Tensor, nn
 
 from transformer_lens_lite import HookedTransformer, KeyValueCache
+from transformer_lens_lite.components.rotary import inverse_frequencies
 from weights_conversion import architecture_for, differences
 from weights_conversion.fields import COSMETIC
 
@@ -414,3 +416,218 @@ def test_the_paths_of_modules_mean_what_those_modules_return(name: str) -> None:
         ours = cache[path]
         rows = value.reshape(-1, *ours.shape[1:])  # positions are those of every row
         assert_close(ours, rows.expand_as(ours))
+
+
+# --- what users reported of single families -------------------------------------------------------
+
+
+def apart(ours: HookedTransformer, theirs: nn.Module) -> float:
+    """The largest difference of logits over 40 tokens."""
+    tokens = tiny.tokens(theirs.config)
+    return float((ours(tokens) - hf_run(theirs, tokens).logits).abs().max())
+
+
+def with_same_weights(hf_model: nn.Module, name: str, **changes: Any) -> nn.Module:
+    """The variant with changes, and the weights of another model of that variant."""
+    changed = tiny.build(name, **changes)
+    changed.load_state_dict(hf_model.state_dict())
+    return changed
+
+
+@pytest.mark.parametrize("name", ["gemma2_final_cap", "gemma3"])
+@pytest.mark.parametrize("scalar", [2, 32])  # a head has 8 channels
+@torch.no_grad()
+def test_report_007_scores_are_scaled_by_the_scalar_and_not_by_the_width_of_heads(
+    name: str, scalar: int
+) -> None:
+    hf_model = tiny.build(name, query_pre_attn_scalar=scalar)
+    model = load(hf_model)
+    assert (model.cfg.d_head, model.cfg.attn_scale) == (8, pytest.approx(scalar**0.5))
+    assert apart(model, hf_model) < TOLERANCE
+    by_width = with_same_weights(hf_model, name, query_pre_attn_scalar=8)
+    assert apart(load(by_width), hf_model) > 0.3
+
+
+@torch.no_grad()
+def test_report_008_low_caps_bite_and_the_scores_that_are_seen_are_capped() -> None:
+    caps = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
+    hf_model = tiny.build("gemma2", **caps)  # four norms, every other layer local, grouped queries
+    model = load(hf_model)
+    assert apart(model, hf_model) < TOLERANCE
+    logits, cache = model.run_with_cache(tiny.tokens(hf_model.config))
+    for layer in range(3):
+        scores = cache["attn_scores", layer]
+        assert 0.9 < scores[scores.isfinite()].abs().max() <= 1.0
+        assert torch.equal(scores.softmax(-1), cache["pattern", layer])
+    assert cache["unembed.hook_out"].abs().max() > 2  # logits are seen before their cap
+    assert_close(2 * torch.tanh(cache["unembed.hook_out"] / 2), logits)
+    for cap in caps:
+        assert apart(load(with_same_weights(hf_model, "gemma2", **{cap: None})), hf_model) > 0.05
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_report_009_embeddings_and_norms_of_gemma_are_hugging_faces_to_the_last_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The multiplier, sqrt(24), is rounded to the model's dtype; a norm's 1 + w is not."""
+    hf_model = hf_in(dtype, tiny.build(name), tmp_path)
+    model = load(hf_model, dtype=dtype)
+    tokens = tiny.tokens(hf_model.config)
+    _, cache = model.run_with_cache(tokens, names_filter="hook_embed")
+    scaled = hf_run(hf_model, tokens, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(cache["hook_embed"], scaled)
+    exact = model.W_E[tokens].float() * 24**0.5
+    assert torch.equal(scaled, exact.to(dtype)) == (dtype == torch.float32)
+    theirs = hf_model.model.layers[1].input_layernorm
+    assert torch.equal(model.blocks[1].ln1(scaled), theirs(scaled))
+    if dtype == torch.bfloat16:  # so that a norm in half precision would show
+        in_half = (
+            scaled * (scaled**2).mean(-1, keepdim=True).add(1e-3).rsqrt() * (1 + theirs.weight)
+        )
+        assert not torch.equal(in_half, theirs(scaled))
+
+
+@torch.no_grad()
+def test_report_013_queries_and_keys_are_seen_before_their_norm() -> None:
+    hf_model = tiny.build("qwen3")
+    tokens = tiny.tokens(hf_model.config)
+    model = load(hf_model)
+    assert apart(model, hf_model) < TOLERANCE
+    seen = seen_inside(hf_model, tokens)
+    _, cache = model.run_with_cache(tokens)
+    for letter in ("q", "k"):
+        assert_close(cache[letter, 1], seen[f"self_attn.{letter}_norm.in"])
+        weight = getattr(hf_model.model.layers[1].self_attn, f"{letter}_norm").weight
+        normalized = cache[f"blocks.1.attn.{letter}_norm.hook_normalized"]
+        assert_close(normalized * weight, seen[f"self_attn.{letter}_norm"])
+    for block in model.blocks:  # a norm whose weight was ignored
+        block.attn.q_norm.w.fill_(1.0)
+        block.attn.k_norm.w.fill_(1.0)
+    assert apart(model, hf_model) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "adjacent"), [("gptj", True), ("gpt_neox", False), ("llama", False)]
+)
+@torch.no_grad()
+def test_report_014_pairs_of_channels_are_neighbours_in_gptj_and_halves_elsewhere(
+    name: str, adjacent: bool
+) -> None:
+    hf_model = tiny.build(name)
+    model = load(hf_model)
+    assert model.cfg.rotary_adjacent_pairs is adjacent
+    assert apart(model, hf_model) < TOLERANCE
+    other = HookedTransformer(
+        dataclasses.replace(model.cfg, rotary_adjacent_pairs=not adjacent, init_weights=False)
+    )
+    other.load_state_dict(model.state_dict())
+    assert apart(other, hf_model) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "partial", "turned"),
+    [  # of 8 channels
+        ("phi", {"partial_rotary_factor": 0.5}, 4),
+        ("stablelm", {"partial_rotary_factor": 0.25}, 2),
+        ("gpt_neox", {"rotary_pct": 0.25}, 2),
+        ("gpt_neox", {"rotary_pct": 1.0}, 8),
+        ("gptj", {"rotary_dim": 4}, 4),
+    ],
+)
+@torch.no_grad()
+def test_report_015_there_is_a_frequency_for_every_pair_that_is_turned_and_no_more(
+    name: str, partial: dict[str, Any], turned: int
+) -> None:
+    hf_model = tiny.build(name, **partial)
+    model = load(hf_model)
+    assert model.cfg.d_head == 8
+    assert apart(model, hf_model) < TOLERANCE
+    rotary = model.blocks[1].attn.spec.rotary
+    frequencies = inverse_frequencies(rotary, torch.tensor([40]), torch.device("cpu"))
+    assert frequencies.shape == (turned // 2,)
+    _, cache = model.run_with_cache(tiny.tokens(hf_model.config))
+    for letter in ("q", "k"):
+        before, after = cache[letter, 1], cache[f"rot_{letter}", 1]
+        changed = (before != after)[:, 1:].flatten(0, -2).any(0)
+        if f"{letter}_norm" not in dict(model.blocks[1].attn.named_children()):
+            assert changed.tolist() == [channel < turned for channel in range(8)]
+
+
+@pytest.mark.parametrize("name", [n for n in tiny.VARIANTS if n.startswith("mixtral")])
+@torch.no_grad()
+def test_report_018_every_token_goes_to_the_experts_hugging_face_sends_it_to(name: str) -> None:
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config)
+    model = load(hf_model)
+    theirs = hf_run(hf_model, tokens, output_router_logits=True)
+    assert_close(model(tokens), theirs.logits)
+    _, cache = model.run_with_cache(tokens)
+    used = set()
+    for layer, router_logits in enumerate(theirs.router_logits):
+        ours = cache[f"blocks.{layer}.mlp.hook_expert_indices"].flatten(0, 1)
+        experts = router_logits.topk(hf_model.config.num_experts_per_tok).indices
+        assert torch.equal(ours.sort(-1).values, experts.sort(-1).values)
+        scores = cache[f"blocks.{layer}.mlp.hook_expert_weights"].flatten(0, 1)
+        assert_close(scores, router_logits.softmax(-1))
+        used |= set(experts.flatten().tolist())
+    assert used == set(range(5))
+
+
+PARALLEL = [
+    *[(name, 1) for name in ("phi", "gptj", "falcon")],
+    *[(name, 2) for name in ("gpt_neox", "falcon_new")],
+]
+
+
+@pytest.mark.parametrize(("name", "n_norms"), PARALLEL)
+@torch.no_grad()
+def test_report_025_parallel_blocks_with_one_norm_or_two(name: str, n_norms: int) -> None:
+    hf_model = tiny.build(name)
+    model = load(hf_model)
+    assert apart(model, hf_model) < TOLERANCE
+    assert model.cfg.parallel_attn_mlp
+    _, cache = model.run_with_cache(tiny.tokens(hf_model.config))
+    assert ("resid_mid", 1) not in cache
+    assert torch.equal(cache["normalized", 1, "ln1"], cache["normalized", 1, "ln2"])  # one stream
+    ln1, ln2 = model.blocks[1].ln1, model.blocks[1].ln2
+    assert torch.equal(ln1.w, ln2.w) == torch.equal(ln1.b, ln2.b) == (n_norms == 1)
+    if name == "gpt_neox":
+        sequential = with_same_weights(hf_model, name, use_parallel_residual=False)
+        assert apart(load(sequential), hf_model) > 0.3
+        assert apart(load(sequential), sequential) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_mqa"])
+@torch.no_grad()
+def test_report_025_fused_matrices_are_cut_by_the_number_of_their_heads(name: str) -> None:
+    hf_model = tiny.build(name)
+    model = load(hf_model)
+    assert apart(model, hf_model) < TOLERANCE
+    n_kv = hf_model.config.num_key_value_heads
+    assert n_kv < model.cfg.n_heads
+    fused = hf_model.model.layers[1].self_attn.qkv_proj.weight
+    parts = fused.split([4 * 8, n_kv * 8, n_kv * 8])
+    attn = model.blocks[1].attn
+    for weight, part in zip((attn.W_Q, attn._W_K, attn._W_V), parts, strict=True):
+        assert torch.equal(weight.transpose(1, 2).flatten(0, 1), part)
+    gate, linear = hf_model.model.layers[1].mlp.gate_up_proj.weight.chunk(2)
+    assert torch.equal(model.blocks[1].mlp.W_gate.T, gate)
+    assert torch.equal(model.blocks[1].mlp.W_in.T, linear)
+
+
+@pytest.mark.parametrize("name", [n for n in tiny.VARIANTS if n.startswith("gpt_oss")])
+@torch.no_grad()
+def test_report_026_the_stream_of_a_gpt_oss_is_hugging_faces_in_every_layer(name: str) -> None:
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config)
+    model = load(hf_model)
+    theirs = hf_run(hf_model, tokens, output_hidden_states=True).hidden_states
+    _, cache = model.run_with_cache(tokens)
+    for layer in range(2):
+        assert_close(cache["resid_post", layer], theirs[layer + 1])
+    assert_close(model.ln_final(cache["resid_post", 2]), theirs[3])
+    for block in model.blocks:  # sinks that were not wired
+        block.attn.sinks.fill_(-1e9)
+    assert apart(model, hf_model) > 0.3
