@@ -9,6 +9,7 @@ import torch
 from tokenizers_for_tests import with_own_pad
 from torch import Tensor
 
+from transformer_lens_lite import beam_search
 from transformer_lens_lite.generate import GenerateOutput
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
@@ -214,7 +215,7 @@ def test_wide_enough_a_search_finds_the_best_of_all() -> None:
 
 @pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa", "shortformer"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_cached_equals_uncached_for_every_kind_of_position_and_behind_a_prefix(
+def test_report_069_cached_equals_uncached_for_every_kind_of_position_and_behind_a_prefix(
     kind: str, rows: int
 ) -> None:
     model = loud.build(kind)
@@ -238,6 +239,34 @@ def test_cached_equals_uncached_for_every_kind_of_position_and_behind_a_prefix(
         torch.equal(entry.past_keys, keys)
         for entry, keys in zip(cache.entries, before, strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["standard", "rotary_gqa"])
+def test_report_069_beams_take_their_keys_along_in_every_layer(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loud.build(kind)
+    _, ids, mask = loud.ragged([3, 6])
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "attention_mask": mask}
+    greedy = model.generate(ids, 7, **how)
+    assert torch.equal(model.generate(ids, 7, num_beams=1, **how), greedy)
+    with torch.no_grad():
+        model.unembed.W_U.mul_(0.2)  # so that beams change places
+    how |= {"num_beams": 3, "n": 3, "output_scores": True}
+    searched = model.generate(ids, 7, **how)
+    follow = beam_search.follow
+    for stuck in range(3):  # a layer whose keys stay where they are gives another answer
+
+        def leave_behind(cache: KeyValueCache, rows: Tensor, stuck: int = stuck) -> None:
+            tails = cache.entries[stuck].segments[-1]
+            before = [tail.clone() for tail in tails]
+            follow(cache, rows)
+            for tail, value in zip(tails, before, strict=True):
+                tail.copy_(value)
+
+        monkeypatch.setattr(beam_search, "follow", leave_behind)
+        other = model.generate(ids, 7, **how).sequences_scores
+        assert (other - searched.sequences_scores).abs().max() > 1e-3
 
 
 def test_the_prompt_is_run_once_and_embeddings_search_as_their_ids_do() -> None:

@@ -81,7 +81,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)
-def test_round_trip_is_bit_exact(name: str) -> None:
+def test_report_153_round_trip_is_bit_exact(name: str) -> None:
     hf_state, table, state = converted(name)
     assert_same(table.to_hf(state), hf_state)
 

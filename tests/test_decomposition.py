@@ -28,7 +28,7 @@ def stream(cache: ActivationCache, layer: int, n_layers: int, mlp_input: bool) -
 
 @pytest.mark.parametrize("name", SUMS)
 @torch.no_grad()
-def test_every_decomposition_sums_to_the_stream(name: str) -> None:
+def test_report_081_every_decomposition_sums_to_the_stream(name: str) -> None:
     model, _, cache = run(name)
     before = {key: value.clone() for key, value in cache.items()}
     has_mid = not (model.cfg.attn_only or model.cfg.parallel_attn_mlp)
@@ -56,7 +56,7 @@ def test_every_decomposition_sums_to_the_stream(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in SUMS if n not in ("unembed_transform",)])
 @torch.no_grad()
-def test_attributions_sum_to_the_logits(name: str) -> None:
+def test_report_083_attributions_sum_to_the_logits_before_any_cap(name: str) -> None:
     model, logits, cache = run(name)
     full = cache.get_full_resid_decomposition(expand_neurons="experts" not in name)
     token = 7
@@ -66,7 +66,10 @@ def test_attributions_sum_to_the_logits(name: str) -> None:
     if hasattr(model.ln_final, "b"):
         constant = constant + model.ln_final.b @ model.logit_directions(token)
     total = attributions.sum(0) + constant
+    uncapped = cache["unembed.hook_out"][..., token] * model.cfg.logit_scale
+    torch.testing.assert_close(total, uncapped, **CLOSE)
     cap = model.cfg.output_logits_soft_cap
+    assert cap <= 0 or (total - logits[..., token]).abs().max() > 0.1
     total = cap * torch.tanh(total / cap) if cap > 0 else total
     torch.testing.assert_close(total, logits[..., token], **CLOSE)
     lens = cache.logit_lens()
@@ -98,6 +101,87 @@ def test_the_norm_that_reads_the_stream(name: str) -> None:
     )
     expected = cache["ln_final.hook_normalized"][1, 2]
     torch.testing.assert_close(one.sum(0), expected, **CLOSE)
+
+
+def point_of(label: str) -> tuple[str, int | None]:
+    """The hook point a label speaks of, and the head."""
+    if "embed" in label:
+        return f"hook_{label}", None
+    if label.startswith("L"):
+        layer, head = label[1:].split("H")
+        return f"blocks.{layer}.attn.hook_z", int(head)
+    layer, _, name = label.partition("_")
+    return f"blocks.{layer}.hook_{name}", None
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped_rotary", "gated", "parallel"])
+@torch.no_grad()
+def test_report_081_a_label_names_what_is_gone_when_that_place_is_ablated(name: str) -> None:
+    model, _, cache = run(name)
+
+    def stacks(of: ActivationCache) -> list[tuple[Tensor, list[str]]]:
+        return [of.decompose_resid(return_labels=True), of.stack_head_results(return_labels=True)]
+
+    for before, labels in stacks(cache):
+        assert not (before == 0).all(-1).any()
+        for label in labels:
+            point, head = point_of(label)
+
+            def ablate(value: Tensor, hook: Any, head: int | None = head) -> None:
+                value[..., slice(None) if head is None else head, :] = 0
+
+            with model.hooks([(point, ablate)]):
+                _, ablated = model.run_with_cache(native.tokens())
+            (found,) = (stack for stack, names in stacks(ablated) if names == labels)
+            after = dict(zip(labels, found, strict=True))
+            gone = [each for each in labels if (after[each] == 0).all()]
+            assert gone == [label]
+            upstream = labels[: labels.index(label)]
+            for each, value in zip(upstream, before, strict=False):
+                assert torch.equal(after[each], value)
+
+
+HELPERS = {
+    "accumulated_resid": {"incl_mid": True},
+    "decompose_resid": {},
+    "stack_head_results": {"incl_remainder": True},
+    "stack_neuron_results": {"incl_remainder": True, "neuron_slice": [1, 7]},
+    "get_full_resid_decomposition": {},
+}
+
+
+@pytest.mark.parametrize("pos_slice", [None, 3, -1, (2, 9), [1, 12, 4]])
+@pytest.mark.parametrize("name", ["plain", "ln_pre", "rms", "rms_pre"])
+@torch.no_grad()
+def test_report_039_and_080_a_row_of_a_batch_is_what_it_is_alone(name: str, pos_slice: Any) -> None:
+    """With a batch of one, and with no batch axis at all; through a norm and not."""
+    model, _, cache = run(name)
+    row = native.tokens()[1:]
+    _, one = model.run_with_cache(row)
+    _, bare = model.run_with_cache(row, remove_batch_dim=True)
+    alone = cache.apply_slice_to_batch_dim(1)
+    for helper, more in HELPERS.items():
+        for apply_ln in (False, True):
+            how: dict[str, Any] = {**more, "pos_slice": pos_slice, "apply_ln": apply_ln}
+            expected = getattr(cache, helper)(**how)[:, 1]
+            assert expected.ndim == (2 if isinstance(pos_slice, int) else 3)
+            assert expected.abs().mean() > 0.01
+            torch.testing.assert_close(getattr(one, helper)(**how)[:, 0], expected, **CLOSE)
+            torch.testing.assert_close(getattr(bare, helper)(**how), expected, **CLOSE)
+            torch.testing.assert_close(getattr(alone, helper)(**how), expected, **CLOSE)
+    neurons = cache.get_neuron_results(1, [2, 5], pos_slice)[1]
+    torch.testing.assert_close(one.get_neuron_results(1, [2, 5], pos_slice)[0], neurons, **CLOSE)
+    torch.testing.assert_close(bare.get_neuron_results(1, [2, 5], pos_slice), neurons, **CLOSE)
+    how = {"pos_slice": pos_slice}
+    expected = cache.logit_attrs(cache.decompose_resid(**how), 7, 2, **how)[:, 1]
+    attributions = one.logit_attrs(one.decompose_resid(**how), 7, 2, **how)[:, 0]
+    torch.testing.assert_close(attributions, expected, **CLOSE)
+    attributions = bare.logit_attrs(bare.decompose_resid(**how), 7, 2, has_batch_dim=False, **how)
+    torch.testing.assert_close(attributions, expected, **CLOSE)
+    torch.testing.assert_close(bare.logit_lens(), cache.logit_lens()[:, 1], **CLOSE)
+    sliced = model.run_with_cache(row, pos_slice=pos_slice)[1]
+    for key, value in model.run_with_cache(native.tokens(), pos_slice=pos_slice)[1].items():
+        torch.testing.assert_close(sliced[key][0], value[1], **CLOSE)
 
 
 @torch.no_grad()

@@ -613,6 +613,34 @@ def both_ways() -> HookedTransformer:
     return native.build("bidirectional")
 
 
+@pytest.mark.parametrize("name", ["bidirectional", "bidirectional_encoder", "bidirectional_window"])
+@torch.no_grad()
+def test_report_041_any_mask_is_a_hook_on_the_scores(name: str) -> None:
+    """[batch, head, query, key]: the argument `attention_mask` is of tokens only, and says so."""
+    model, ids = native.build(name), native.tokens()
+    model.set_use_attn_result(False)
+    everything = torch.ones(2, 4, 13, 13, dtype=torch.bool)
+    some = torch.rand(everything.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    some |= torch.eye(13, dtype=torch.bool)
+    unmasked, plain = model.run_with_cache(ids)
+    for mask in (everything, some):
+
+        def apply(scores: Tensor, hook: Any, mask: Tensor = mask) -> Tensor:
+            return scores.masked_fill(~mask, -torch.inf)
+
+        with model.hooks([("blocks.1.attn.hook_attn_scores", apply)]):
+            logits, cache = model.run_with_cache(ids)
+        assert ((logits - unmasked).abs().max() < 1e-5) == (mask is everything)
+        q, k, v = (plain[letter, 1].transpose(1, 2) for letter in "qkv")
+        scores = q @ k.transpose(2, 3) / model.cfg.d_head**0.5
+        pattern = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        assert_close(cache["pattern", 1], pattern, atol=1e-5)
+        assert_close(cache["z", 1], (pattern @ v).transpose(1, 2), atol=1e-5)
+    for wrong in (some, some[:, :1]):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[2, 13\] \(0 for padding\)"):
+            model(ids, attention_mask=wrong)
+
+
 def test_generation_is_refused_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = both_ways()
     monkeypatch.setattr(HookedTransformer, "next_logits", None)  # would fail otherwise

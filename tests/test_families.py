@@ -5,7 +5,9 @@ round trips of tensors and configs (test_conversion), folders on disk (test_load
 """
 
 import dataclasses
+import importlib.util
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def test_40_greedy_tokens_equal_hugging_faces(name: str) -> None:
 
 
 @pytest.mark.parametrize(("title", "made_by"), [("family", tiny), ("encoder", encoders)])
-def test_the_parity_table_has_every_family_with_all_its_variants(
+def test_report_002_the_parity_table_has_every_family_with_all_its_variants(
     title: str, made_by: Any, project_root: Path
 ) -> None:
     """After a new variant: python scripts/write_parity.py FAMILY."""
@@ -118,6 +120,35 @@ def test_the_parity_table_has_every_family_with_all_its_variants(
     published = {name: int(n) for name, n in re.findall(r"\n\| (\S+) \| \S+ \((\d+)\)", table)}
     tested = Counter(model_type for model_type, _ in made_by.VARIANTS.values())
     assert published == dict(tested)
+
+
+@torch.no_grad()
+def test_report_002_a_row_of_the_parity_table_measured_again(
+    project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is published is what `make parity` measures, up to another machine's rounding."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script puts its own in front
+    spec = importlib.util.spec_from_file_location(
+        "write_parity", project_root / "scripts" / "write_parity.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = script.rows_of((project_root / "docs" / "parity.md").read_text())
+
+    def errors(row: str) -> list[float]:
+        return [float(number) for number in re.findall(r"\de-\d\d|\d\.\de-\d\d", row)]
+
+    for row in rows.values():
+        fp32, folded, *half = errors(row)
+        assert max(fp32, folded) <= 1e-4
+        assert len(half) >= 6
+    published = errors(rows["decoders", "gpt2"])
+    measured = errors(script.Family("decoders", "gpt2", tiny).row())
+    assert len(published) == len(measured) == 8
+    for ours, theirs in zip(measured, published, strict=True):
+        assert theirs / 3 < ours < 3 * theirs
 
 
 # --- mistakes would show --------------------------------------------------------------------------
@@ -318,6 +349,34 @@ def test_half_precision_is_no_further_from_fp32_than_hugging_face(
         ours.append(size((logits.float() - exact).abs()))
         theirs.append(size((hf_run(hf_half, tokens).logits.float() - exact).abs()))
     assert sum(ours) <= 1.1 * sum(theirs)
+
+
+CAST = [
+    *["llama", "llama_yarn", "llama_llama3", "llama_linear", "llama_longrope", "gemma3_linear"],
+    *[
+        "gpt2",
+        "gptj",
+        "bloom",
+        "mpt",
+        "falcon_alibi",
+        "gemma2",
+        "granite",
+        "gpt_oss",
+        "deepseek_v3",
+    ],
+]
+
+
+@pytest.mark.parametrize("name", CAST)
+@torch.no_grad()
+def test_report_021_loaded_in_half_precision_is_loaded_and_cast(name: str) -> None:
+    """What is no weight (frequencies, slopes, multipliers) is made in fp32 either way."""
+    hf_model = tiny.build(name)
+    tokens = tiny.tokens(hf_model.config)
+    loaded = load(hf_model, dtype="bf16", **context_for(name))
+    cast = load(hf_model, **context_for(name)).to(torch.bfloat16)
+    assert loaded(tokens).dtype == torch.bfloat16
+    assert torch.equal(loaded(tokens), cast(tokens))
 
 
 # --- every field of Hugging Face's config, flipped ------------------------------------------------

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
+from transformer_lens_lite.components import rotary
+from transformer_lens_lite.config_checks import fields_needing
 from transformer_lens_lite.kv_cache import KeyValueCache
 
 # frequencies of a row depend on its length: a cached key keeps those it was turned by
@@ -288,6 +290,53 @@ def test_report_010_and_011_a_query_sees_as_many_keys_as_its_window_says() -> No
     assert (cache["pattern", 0].diagonal(dim1=-2, dim2=-1) > 0).all()
 
 
+def everywhere(model: HookedTransformer, tokens: Tensor, mask: Tensor) -> list[Tensor]:
+    """What forwards, caches and generations of all kinds come to."""
+    out = [model(tokens), model(tokens, attention_mask=mask)]
+    out += model.run_with_cache(tokens, attention_mask=mask)[1].values()
+    if model.cfg.attention_dir == "bidirectional":
+        return out
+    growing = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    for part, real in zip(tokens.split([7, 1, 5], 1), mask.split([7, 1, 5], 1), strict=True):
+        out.append(model(part, past_kv_cache=growing, attention_mask=real))
+    prefix = KeyValueCache.init_cache(model.cfg, "cpu", 1)
+    model(tokens[:1, :5], past_kv_cache=prefix)
+    prefix.freeze()
+    out.append(model(tokens[:, 5:], past_kv_cache=prefix))
+    out.append(model(tokens, return_type="loss", attention_mask=mask))
+    if model.cfg.d_vocab_out == model.cfg.d_vocab:
+        how: dict[str, Any] = {"stop_at_eos": False, "attention_mask": mask}
+        drawn = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2, "freq_penalty": 0.3}
+        generator = torch.Generator("cpu").manual_seed(0)
+        out.append(model.generate(tokens, 4, generator=generator, **drawn, **how))
+        out.append(model.generate(tokens, 4, do_sample=False, num_beams=2, **how))
+    return out
+
+
+# whatever makes tensors of its own: positions, frequencies, slopes, masks, buffers, routes
+MAKES_TENSORS = [
+    *["plain", "xielu", "embed_scale", "token_types", "bidirectional_window", "no_positions"],
+    *["rotary_partial_adjacent", "rotary_local_base", "linear", "dynamic", "llama3", "yarn"],
+    *["longrope", "alibi", "alibi_six_heads", "shortformer", "sinks_window_grouped", "latent"],
+    *["window_alibi", "experts_shared", "experts_grouped", "experts_mixed_sparsely", "everything"],
+]
+
+
+@pytest.mark.parametrize("name", MAKES_TENSORS)
+@torch.no_grad()
+def test_report_055_nothing_is_made_on_torchs_default_device(name: str) -> None:
+    """Everything goes where the model is; what is kept between forwards is forgotten here."""
+    tokens = native.tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = everywhere(native.build(name), tokens, mask)
+    model = native.build(name)
+    rotary._frequencies_on.cache_clear()
+    with torch.device("meta"):  # a value that was made there would be none
+        found = everywhere(model, tokens, mask)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 @torch.no_grad()
 def test_report_003_channels_beyond_rotary_dim_pass_unchanged() -> None:
     model = native.build("rotary_partial")
@@ -401,7 +450,7 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
             {"final_rms": True} if norm in ("LN", "LNPre") else {},
         ),
         **maybe(output_logits_soft_cap=3.0),
-        **maybe(norm_weight_offset=1.0),
+        **(maybe(norm_weight_offset=1.0) if norm else {}),
         **maybe(residual_scale=0.5, embed_scale=1.5, logit_scale=1.2),
         "normalization_type": norm,
         "norm_place": place,
@@ -511,7 +560,7 @@ FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "expert_gate_slope": (EXPERTS, 1.6),
     "router_type": (EXPERTS, "sigmoid"),
     "router_scale": (EXPERTS, 1.5),
-    "router_groups": ({**EXPERTS, "experts_per_token": 1, "router_group_members": 2}, 3),
+    "router_groups": ({**EXPERTS, "experts_per_token": 1}, 3),
     "router_top_groups": ({**GROUPS, "router_group_members": 2}, 2),
     "router_group_members": ({**EXPERTS, "router_groups": 2, "experts_per_token": 1}, 3),
     "router_bias": (EXPERTS, True),
@@ -595,7 +644,10 @@ def test_flipping_a_field_changes_the_logits_of_the_same_weights(field: str) -> 
     model = native.of(native.config("plain", **before))
     changes = {field: value}
     if field == "use_local_attn":
-        changes |= {"window_size": None, "attn_types": None}
+        changes["attn_types"] = None
+    if not value:  # what then would have no effect is refused
+        fields = HookedTransformerConfig.__dataclass_fields__
+        changes |= {name: fields[name].default for name in fields_needing(field)}
     if field == "tie_word_embeddings":
         model.unembed.W_U.copy_(model.W_E.T + 0.01)
     mutant = native.of(dataclasses.replace(model.cfg, **changes))

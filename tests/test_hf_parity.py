@@ -171,10 +171,10 @@ def test_report_103_removing_a_head_equals_removing_its_columns(name: str, heads
 
 
 @pytest.mark.parametrize(("name", "change"), tiny.FIELDS)
-def test_report_137_a_config_field_changes_our_logits_as_it_changes_theirs(
+def test_report_022_and_023_and_137_a_config_field_changes_our_logits_as_theirs(
     name: str, change: dict[str, Any]
 ) -> None:
-    """Reports 022, 023 and rule 4: a converter that ignored the field would fail here."""
+    """And rule 4: a converter that ignored the field would fail here."""
     hf_model, changed = tiny.build(name), tiny.build(name, **change)
     changed.load_state_dict(hf_model.state_dict())
     tokens = tiny.tokens(hf_model.config)

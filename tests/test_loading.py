@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -273,7 +274,7 @@ def test_dtypes(folder: Path, tmp_path: Path) -> None:
         load(folder, dtype="int3")
 
 
-def test_context_length(folder: Path, tmp_path: Path) -> None:
+def test_report_133_a_context_of_another_length(folder: Path, tmp_path: Path) -> None:
     tokens = tiny.tokens(tiny.config("llama"), length=100)
     longer = load(folder, n_ctx=128)
     assert_close(logits(longer, tokens), logits(tiny.read(folder), tokens))
@@ -585,6 +586,21 @@ def test_the_language_model_inside_one_that_sees(kind: str, tmp_path: Path) -> N
         load(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_report_136_quantised_weights_are_refused_by_name(dtype: torch.dtype) -> None:
+    """By their dtype: not every library that quantises writes so into the config."""
+    hf_model = tiny.build("llama")
+    layer = hf_model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape, dtype=dtype), False)
+    message = rf"layers.1.mlp.up_proj.weight is {dtype}; quantised weights are not supported"
+    with pytest.raises(ValueError, match=message):
+        load(hf_model)
+    hf_model = tiny.build("llama")
+    hf_model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ValueError, match="quantization_config.*quantised weights are not supp"):
+        load(hf_model)
+
+
 def test_a_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         from transformers import LlamaForCausalLM
@@ -595,6 +611,48 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
 
 
 # --- the hub ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket can be made, and no file asked for by name."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+
+
+@pytest.mark.parametrize("named", [None, "somebody/what the hub has never seen"])
+def test_report_127_a_model_in_memory_asks_nobody(named: str | None, no_network: None) -> None:
+    """Neither its config, nor a tokenizer, nor a name from a list."""
+    hf_model = tiny.build("llama_gqa")
+    hf_model.config._name_or_path = named or ""
+    model = HookedTransformer.from_pretrained(hf_model=hf_model, device="cpu")
+    assert model.tokenizer is None
+    tokens = tiny.tokens(hf_model.config)
+    assert_close(logits(model, tokens).log_softmax(-1), logits(hf_model, tokens).log_softmax(-1))
+    tokenizer = word_tokenizer()
+    with_one = load(hf_model, tokenizer=tokenizer)
+    assert with_one.to_tokens("a b", prepend_bos=False).tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_report_127_a_folder_asks_nobody(
+    with_tokenizer: bool, tmp_path: Path, no_network: None
+) -> None:
+    hf_model = tiny.build("llama_gqa")
+    hf_model.save_pretrained(tmp_path / "of my own")
+    if with_tokenizer:
+        word_tokenizer().save_pretrained(tmp_path / "of my own")
+    model = HookedTransformer.from_pretrained_no_processing(tmp_path / "of my own", device="cpu")
+    tokens = tiny.tokens(hf_model.config)
+    assert_close(logits(model, tokens), logits(hf_model, tokens))
+    assert (model.tokenizer is not None) == with_tokenizer
+    if with_tokenizer:
+        assert model.to_tokens("a b", prepend_bos=False).tolist() == [[1, 2]]
 
 
 def test_offline_names_say_so() -> None:
@@ -913,6 +971,15 @@ def load(**kwargs):
     return model
 
 small = load(first_n_layers=0)  # imports what loading imports
+if sys.argv[2:] == ["in memory"]:
+    from transformers import AutoModelForCausalLM
+    hf_model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    for parameter in hf_model.parameters():
+        parameter.data = parameter.data.clone()  # its own, and not the file's
+    for dtype in ("float32", "bfloat16"):
+        model = load(hf_model=hf_model, dtype=dtype)
+        del model
+    sys.exit()
 if len(sys.argv) > 2:
     load(processing={"fold_ln": True, "fold_value_biases": True}, dtype=sys.argv[2])
     sys.exit()
@@ -935,7 +1002,7 @@ model = load(processing={"fold_ln": True, "fold_value_biases": True})
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc"
 )
-def test_memory(tmp_path: Path) -> None:
+def test_report_129_loading_holds_nothing_twice(tmp_path: Path) -> None:
     """200 MB of weights: mapped, not copied; converted one tensor at a time; nothing is kept."""
     from safetensors.torch import save_file
 
@@ -975,6 +1042,10 @@ def test_memory(tmp_path: Path) -> None:
     # fp32, of five here. What malloc keeps for later is not held: large blocks are given back.
     _, (both_peak, _) = measured("bfloat16", MALLOC_MMAP_THRESHOLD_="1000000")
     assert both_peak < size / 2 + 0.7 * size / 5, (size, both_peak)
+    # A live model's tensors stay its own: there is one copy of each, and none in fp32 on the way.
+    _, (copied_peak, copied), (half_peak, half) = measured("in memory")
+    assert size <= copied <= copied_peak < 1.15 * size, (size, copied_peak)
+    assert half <= half_peak < 1.15 * size / 2, (size, half_peak)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "gpt2_untied"])

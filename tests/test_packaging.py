@@ -174,14 +174,14 @@ def probes(project_root: Path) -> list[dict]:
     return [json.loads(run(*command, cwd=project_root, env=env)) for _ in range(3)]
 
 
-def test_import_costs_little_over_torch(probes: list[dict]) -> None:
+def test_report_159_import_costs_little_over_torch(probes: list[dict]) -> None:
     assert min(probe["seconds"] for probe in probes) <= 0.3  # of CPU
     if probes[0]["megabytes"] is None:
         pytest.skip("resident memory is read from /proc, which this system has not")
     assert min(probe["megabytes"] for probe in probes) <= 20
 
 
-def test_import_loads_nothing_heavy(probes: list[dict]) -> None:
+def test_report_152_and_159_import_loads_nothing_heavy(probes: list[dict]) -> None:
     assert set(probes[0]["modules"]).isdisjoint(NOT_ON_IMPORT)
 
 

@@ -74,7 +74,7 @@ def hf_probs(logits: Tensor, **kwargs: Any) -> Tensor:
 @pytest.mark.parametrize("top_k", [None, 1, 7, 1000])
 @pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("min_p", [None, 0.0, 0.1, 1.0])
-def test_report_60_one_step_distribution_is_hugging_faces(
+def test_report_060_one_step_distribution_is_hugging_faces(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
     logits = random_logits()
@@ -201,7 +201,7 @@ def test_nothing_left_to_draw_is_an_error() -> None:
             greedy.next_tokens(random_logits(2), torch.zeros(2, 1, dtype=torch.long))
 
 
-def test_report_60_temperature_comes_before_the_filters() -> None:
+def test_report_060_temperature_comes_before_the_filters() -> None:
     """The order shows: a nucleus of the flattened distribution is wider."""
     logits = probs_of(0.7, 0.2, 0.06, 0.04)
     assert (warp_logits(logits, top_p=0.7, temperature=3.0) > -math.inf).sum() == 3
@@ -255,7 +255,7 @@ def test_padding_does_not_count_as_repetition() -> None:
 # --- edges --------------------------------------------------------------------------------------
 
 
-def test_report_61_nucleus_edges() -> None:
+def test_report_061_nucleus_edges() -> None:
     logits = probs_of(0.4, 0.3, 0.2, 0.1)
 
     def kept(p: float) -> int:
@@ -269,7 +269,7 @@ def test_report_61_nucleus_edges() -> None:
     assert torch.equal(keep_top_p(underflows, 1.0), underflows)
 
 
-def test_report_61_top_k_edges() -> None:
+def test_report_061_top_k_edges() -> None:
     logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]])
     assert (keep_top_k(logits, 2)[0] > -math.inf).tolist() == [True, True, True, True, False]
     assert torch.equal(keep_top_k(logits, 99), logits)
@@ -283,7 +283,7 @@ def test_min_p_edges() -> None:
     assert torch.equal(keep_min_p(logits, 0.0), logits)
 
 
-def test_report_60_temperature_zero_is_greedy() -> None:
+def test_report_060_temperature_zero_is_greedy() -> None:
     logits = random_logits()
     best = logits.argmax(-1)
     assert torch.equal(sample_logits(logits, temperature=0.0), best)
@@ -373,7 +373,7 @@ def chi_square(drawn: Tensor, probs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("given", [{}, {"top_k": 6, "temperature": 1.7}, {"top_p": 0.8}])
-def test_report_61_20k_samples_match_the_probabilities(given: dict[str, Any]) -> None:
+def test_report_061_20k_samples_match_the_probabilities(given: dict[str, Any]) -> None:
     logits = torch.linspace(0, 2, 12)[torch.randperm(12)][None]
     probs = hf_probs(logits, **given)[0]
     generator = torch.Generator().manual_seed(0)
@@ -384,7 +384,7 @@ def test_report_61_20k_samples_match_the_probabilities(given: dict[str, Any]) ->
     assert chi_square(drawn[wrong[drawn] > 0], wrong) > 100
 
 
-def test_report_70_same_seed_same_tokens() -> None:
+def test_report_070_same_seed_same_tokens() -> None:
     logits = random_logits()
 
     def drawn(seed: int) -> list[list[int]]:
@@ -398,7 +398,7 @@ def test_report_70_same_seed_same_tokens() -> None:
     assert torch.equal(torch.get_rng_state(), before), "a generator leaves the global one alone"
 
 
-def test_report_70_a_rows_tokens_do_not_depend_on_its_batch_mates() -> None:
+def test_report_070_a_rows_tokens_do_not_depend_on_its_batch_mates() -> None:
     mine = random_logits(8)
 
     def first_row(mates: Tensor) -> list[int]:

@@ -278,7 +278,7 @@ def test_d_vocab_is_the_largest_id_plus_one(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("prepend_bos", [True, False])
-def test_report_37_the_mask_comes_from_lengths_not_from_ids(
+def test_report_037_the_mask_comes_from_lengths_not_from_ids(
     kind: str, side: str, prepend_bos: bool
 ) -> None:
     """BOS = EOS = pad as in GPT-2: BOS in front and EOS inside or at the end stay visible."""

@@ -16,8 +16,12 @@ from torch import Tensor
 
 
 def plain_frequencies(base: float | Tensor, dim: int) -> Float[Tensor, "*row half"]:
-    """1 / base^(2i/dim) for i in 0 .. dim/2 - 1 (RoFormer, arXiv 2104.09864). fp32."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    """1 / base^(2i/dim) for i in 0 .. dim/2 - 1 (RoFormer, arXiv 2104.09864). fp32.
+
+    On the CPU, whatever torch's default device is, unless `base` is one per row: the same bits for
+    every device they then go to.
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     if isinstance(base, Tensor):
         exponents = exponents.to(base.device)
     return 1.0 / (base**exponents)
@@ -131,7 +135,8 @@ class YarnScaling(RotaryScaling):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         high = high + 0.001 if low == high else high  # no division by zero
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        dimensions = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+        ramp = ((dimensions - low) / (high - low)).clamp(0, 1)
         frequencies = plain_frequencies(base, dim)
         return frequencies / self.factor * ramp + frequencies * (1 - ramp)
 
@@ -163,10 +168,10 @@ class LongRopeScaling(RotaryScaling):
         )
 
     def inverse_frequencies(self, base, dim, lengths=None):
-        short = plain_frequencies(base, dim) / torch.tensor(self.short_factor)
+        short = plain_frequencies(base, dim) / torch.tensor(self.short_factor, device="cpu")
         if lengths is None:
             return short
-        long = plain_frequencies(base, dim) / torch.tensor(self.long_factor)
+        long = plain_frequencies(base, dim) / torch.tensor(self.long_factor, device="cpu")
         is_long = self._is_long(lengths)[:, None]
         return torch.where(is_long, long.to(lengths.device), short.to(lengths.device))
 
