@@ -5,6 +5,7 @@ sae-lens and circuit-tracer themselves are run by tests/test_installed_clients.p
 """
 
 import copy
+import warnings
 from typing import Any
 
 import native
@@ -388,6 +389,48 @@ def test_to_moves_and_casts_and_cfg_follows() -> None:
         copied.W_E.zero_()
     assert torch.equal(model(TOKENS), native.build().to(torch.float64).float()(TOKENS))
     assert copied.cfg is not model.cfg
+
+
+@pytest.mark.parametrize("kind", ["plain", "xielu", "alibi", "yarn", "experts_grouped"])
+@torch.no_grad()
+def test_report_135_a_model_moves_with_everything_it_has_to_one_device(kind: str) -> None:
+    model = native.build(kind)
+    names = [name for name, module in model.named_modules() if list(module.buffers(recurse=False))]
+    assert bool(names) == (kind == "xielu")
+    model.register_buffer("of_my_own", torch.zeros(2), persistent=False)
+    model.to("meta")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for several in (
+        lambda: native.build(kind, n_devices=2),
+        lambda: HookedTransformer.from_pretrained("tiny-lens", n_devices=2),
+    ):
+        with pytest.raises(ValueError, match="n_devices=2: splitting a model over devices is not"):
+            several()
+
+
+def test_report_027_apples_gpu_is_never_chosen_and_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = native.config(device=None)
+    assert cfg.device == "cpu"
+    assert HookedTransformer.from_pretrained("tiny-lens").cfg.device == "cpu"
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self  # there is no such device here
+
+    monkeypatch.setattr(torch.nn.Module, "_apply", move)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            HookedTransformer(native.config(device="mps"))
+    assert [str(each.message)[:31] for each in shown] == ["results on MPS have been wrong "]
+    model = native.build()
+    on_mps = property(lambda self: torch.device("mps"))
+    monkeypatch.setattr(nn.Parameter, "device", on_mps, raising=False)
+    with pytest.warns(UserWarning, match="MPS"):
+        model.to("mps")
 
 
 # --- weights --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from transformer_lens_lite.root_module import NamedHooks, UnknownHookError
 from transformer_lens_lite.steps import Pos, StepContext, When, running
 from transformer_lens_lite.text import TextMethods
 from transformer_lens_lite.tokens import is_text
-from transformer_lens_lite.utils import get_act_name, lm_cross_entropy_loss
+from transformer_lens_lite.utils import get_act_name, lm_cross_entropy_loss, warn_if_mps
 
 RETURN_TYPES = ("logits", "loss", "both", "residual", None)
 # optional hook points a blanket capture includes when the flag is on
@@ -104,6 +104,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         self.checkpoint_config: dict[str, Any] | None = None
         self.aliases: dict[str, str] = {}
         self._outputs: dict[str, str] | None = None
+        warn_if_mps(self.cfg.device)
         with torch.device("meta") if parameters_come_later.get() else nullcontext():
             self._build()
         if self.cfg.init_weights:
@@ -749,6 +750,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         if not self.embed.W_E.is_meta:  # else the weights are still to come, to the place cfg says
             self.cfg.device = str(self.embed.W_E.device)
             self.cfg.dtype = self.embed.W_E.dtype
+            warn_if_mps(self.cfg.device)
         return self
 
     def cuda(self, device: Any = None) -> "HookedTransformer":

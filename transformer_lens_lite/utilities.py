@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -35,6 +34,7 @@ from transformer_lens_lite.utils import SliceInput as SliceInput
 from transformer_lens_lite.utils import get_act_name as get_act_name
 from transformer_lens_lite.utils import lm_accuracy as lm_accuracy
 from transformer_lens_lite.utils import lm_cross_entropy_loss as lm_cross_entropy_loss
+from transformer_lens_lite.utils import warn_if_mps as warn_if_mps
 
 __all__ = list(HELPERS)
 
@@ -504,14 +504,6 @@ class TypedModuleList(nn.ModuleList, Generic[Module]):
 def get_device() -> str:
     """ "cuda" when there is one, else "cpu"; never "mps" by itself."""
     return default_device()
-
-
-def warn_if_mps(device: str | torch.device) -> None:
-    """A warning when a device is Apple's GPU, where PyTorch has been silently wrong."""
-    if torch.device(device).type == "mps":
-        warnings.warn(
-            "results on MPS have been wrong without an error; compare with cpu", stacklevel=2
-        )
 
 
 def move_to_and_update_config(

@@ -2,6 +2,7 @@
 
 import operator
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(utilities, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def warn_if_mps(device: str | torch.device | None) -> None:
+    """A warning when a device is Apple's GPU, where PyTorch has been silently wrong. It is about
+    this line, not the caller's, so that Python shows it once."""
+    if device is not None and torch.device(device).type == "mps":
+        warnings.warn(
+            "results on MPS have been wrong without an error; compare with cpu", stacklevel=1
+        )
 
 
 # None, an int, (start, stop[, step]), a list, tensor or array of indices, or a slice
