@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import loud
@@ -295,7 +296,7 @@ def test_every_value_has_the_batch_first_and_it_can_be_removed(kind: str) -> Non
     assert model.list_hooks() == {}
 
 
-def test_report_076_a_device_for_what_is_kept_moves_nothing_else() -> None:
+def test_report_076_and_077_a_device_for_what_is_kept_moves_nothing_else() -> None:
     model = loud.build()
     before = [(p.device, p.data_ptr()) for p in model.parameters()]
     logits, cache = model.run_with_cache(loud.tokens(), device="meta")
@@ -303,6 +304,19 @@ def test_report_076_a_device_for_what_is_kept_moves_nothing_else() -> None:
     assert logits.device.type == model.cfg.device == "cpu"
     assert [(p.device, p.data_ptr()) for p in model.parameters()] == before
     assert {t.device.type for t in model.run_with_cache(loud.tokens())[1].values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("kind", ["rotary_gqa", "alibi_window"])
+def test_report_077_what_is_kept_is_where_it_was_made(kind: str) -> None:
+    """And not on torch's default device, nor on the one the model was built on."""
+    model, ids = loud.build(kind), loud.tokens(2, 6)
+    with torch.device("meta"):
+        _, cache = model.run_with_cache(ids)
+    assert {t.device.type for t in cache.values()} == {"cpu"}
+    model.to("meta")
+    _, cache = model.run_with_cache(ids)
+    assert len(cache) > 30
+    assert {t.device.type for t in cache.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, -1])
@@ -755,7 +769,29 @@ def test_a_copy_on_write_is_a_plain_copy_where_torch_has_none(
     assert (copy == 1).all()
 
 
-def test_older_spellings_fill_the_given_dictionary() -> None:
+def test_report_089_caches_are_cast_stored_and_put_together(tmp_path: Path) -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(3, 6)
+    _, whole = model.run_with_cache(ids)
+    rows = [model.run_with_cache(ids[i : i + 1])[1] for i in range(3)]
+    together = ActivationCache(
+        {name: torch.cat([row[name] for row in rows]) for name in whole}, model
+    )
+    assert list(together) == list(whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(together[name], value, atol=1e-5, rtol=1e-5)
+    lens = whole.logit_lens()
+    torch.testing.assert_close(together.logit_lens(), lens, atol=1e-4, rtol=1e-4)
+    whole.to(torch.bfloat16)
+    whole.save(tmp_path / "cache.safetensors")
+    again = ActivationCache.load(tmp_path / "cache.safetensors")
+    assert {value.dtype for value in again.values()} == {torch.bfloat16}
+    again.to(torch.float32)
+    for name, value in together.items():
+        assert (again[name] - value.nan_to_num(neginf=0)).abs().nan_to_num(posinf=0).max() < 0.1
+        assert torch.equal(again[name], whole[name].float())
+
+
+def test_report_089_older_spellings_fill_the_given_dictionary() -> None:
     model = loud.build()
     everything: dict[str, Tensor] = {}
     some: dict[str, Tensor] = {}

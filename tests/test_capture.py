@@ -100,6 +100,29 @@ def test_A2_under_hooks_that_act_on_every_step(kind: str) -> None:
     assert not torch.equal(out, generated(model, ids)[0])
 
 
+@POSITIONS
+def test_report_064_what_generated_tokens_were_made_of_is_that_of_the_whole_text(kind: str) -> None:
+    """One left-padded batch, each column once, where it was asked to be kept."""
+    model = loud.build(kind)
+    rows, ids, mask = loud.ragged([3, 5])
+    names = ["resid_post", "mlp_out", "z"]
+    out, cache = generated(model, ids, names, attention_mask=mask)
+    assert cache["resid_post", 0].shape[:2] == out.shape == (2, P + N)
+    whole_mask = torch.cat((mask, torch.ones(2, N, dtype=torch.long)), 1)
+    _, whole = model.run_with_cache(out, attention_mask=whole_mask, names_filter=names)
+    assert len(whole) == len(cache) == 9
+    for name, value in whole.items():
+        for i, row in enumerate(rows):
+            start = P - row.shape[1]
+            torch.testing.assert_close(cache[name][i, start:], value[i, start:], **CLOSE)
+            steps = torch.cat([step[i] for step in cache.steps(name)])
+            assert torch.equal(steps, cache[name][i])
+    spec = CaptureSpec(names, device="meta")
+    again, elsewhere = generated(model, ids, spec, attention_mask=mask)
+    assert torch.equal(again, out)
+    assert {value.device.type for value in elsewhere.values()} == {"meta"}
+
+
 def test_A2_a_generation_without_a_key_value_cache_is_captured_alike() -> None:
     model, ids = loud.build("rotary_gqa"), loud.tokens(2, P)
     out, cache = generated(model, ids)

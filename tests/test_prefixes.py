@@ -63,6 +63,43 @@ def test_a_prefix_continues_for_any_multiple_of_its_rows(kind: str) -> None:
     assert prefix.length == 11
 
 
+@pytest.mark.parametrize("kind", ["standard", "rotary_window", "alibi_gqa"])
+def test_report_056_a_hook_behind_a_prefix_counts_from_its_end_and_is_told_the_past(
+    kind: str,
+) -> None:
+    model, ids = loud.build(kind), loud.tokens(2, 9)
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    model(ids[:, :5], past_kv_cache=cache)
+    cache.freeze()
+    seen: list[Any] = []
+
+    def first(value: Tensor, hook: Any) -> Tensor:
+        seen.append((tuple(value.shape[:2]), hook.step.pos))
+        value = value.clone()
+        value[:, 0] *= 3
+        return value
+
+    point = "blocks.1.hook_resid_pre"
+    edited = model.run_with_hooks(ids[:, 5:], past_kv_cache=cache, fwd_hooks=[(point, first)])
+    assert seen == [((2, 4), slice(5, 9))]
+
+    def sixth(value: Tensor, hook: Any) -> Tensor:
+        return value * 3
+
+    with model.hooks([(point, sixth)], pos=5):  # of the whole text, cached or not
+        whole = model(ids)
+        behind = model(ids[:, 5:], past_kv_cache=cache)
+    torch.testing.assert_close(edited, whole[:, 5:], atol=1e-4, rtol=1e-4)
+    assert torch.equal(behind, edited)
+    assert (edited - model(ids)[:, 5:]).abs().max() > 0.1
+    with (
+        pytest.warns(UserWarning, match="never"),
+        model.hooks([(point, sixth)], pos=2),  # of the prefix, which is not computed again
+    ):
+        unchanged = model(ids[:, 5:], past_kv_cache=cache)
+    assert torch.equal(unchanged, model(ids[:, 5:], past_kv_cache=cache))
+
+
 def test_a_prefix_of_text_begins_with_bos_and_what_follows_does_not() -> None:
     from tokenizers_for_tests import gpt2_like
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_lens_lite import HookedTransformer
+from transformer_lens_lite import HookedTransformer, KeyValueCache
 
 pytestmark = pytest.mark.real_model
 
@@ -63,6 +63,30 @@ def test_report_017_256_greedy_tokens_of_stories260k_equal_hugging_faces(shared_
     uncached = greedy(model, tokens, 64, use_past_kv_cache=False)
     assert torch.equal(uncached, theirs[:, : uncached.shape[1]])
     assert "little girl named Lily" in model.to_string(theirs)[0]
+
+
+@torch.no_grad()
+def test_report_051_what_a_cache_changes_by_rounding(shared_dir: Path) -> None:
+    """docs/prefixes.md: nothing to speak of in fp32; in bf16 the likeliest token, nearly always."""
+    folder = shared_dir / "models" / "stories260K"
+    wide = load(folder)
+    half = HookedTransformer.from_pretrained_no_processing(folder, device="cpu", dtype="bf16")
+    prompts = ["Once upon a time", "Tom and Sue", "The big dog", "One day a girl"]
+    texts = [greedy(wide, wide.to_tokens(prompt), 180) for prompt in prompts]
+    same = []
+    for model, close in ((wide, 1e-5), (half, None)):
+        for tokens in texts:
+            whole = model(tokens)
+            cache = KeyValueCache.init_cache(model.cfg, "cpu", 1)
+            parts = tokens.split([12] + [1] * (tokens.shape[1] - 12), 1)
+            pieces = torch.cat([model(part, past_kv_cache=cache) for part in parts], 1)
+            if close is not None:
+                assert (pieces - whole).abs().max() < close * whole.abs().max()
+                assert torch.equal(pieces.argmax(-1), whole.argmax(-1))
+            else:
+                assert not torch.equal(pieces, whole)  # so it is not for nothing
+                same.append((pieces.argmax(-1) == whole.argmax(-1)).float())
+    assert torch.cat(same, 1).mean() >= 0.99
 
 
 def test_stories260k_tells_ragged_prompts_on_as_hugging_face_does(shared_dir: Path) -> None:

@@ -188,9 +188,10 @@ class Rows:
 
 @pytest.mark.parametrize("maker", [toks.gpt2_like, toks.llama3_like])
 @pytest.mark.parametrize("with_bos", [True, False])
-def test_tokenize_and_concatenate(maker: Any, with_bos: bool) -> None:
+def test_report_143_tokenize_and_concatenate(maker: Any, with_bos: bool) -> None:
     """Also with a tokenizer that puts BOS in front of every text by itself."""
     tokenizer = maker()
+    before = (len(tokenizer), tokenizer.special_tokens_map, tokenizer.padding_side)
     texts = ["Hello world, the cat sat.", "Once upon a time", "Paris is in France."] * 3
     data = Rows(text=texts, other=[0] * 9)
     made = u.tokenize_and_concatenate(data, tokenizer, max_length=6, add_bos_token=with_bos)
@@ -203,9 +204,11 @@ def test_tokenize_and_concatenate(maker: Any, with_bos: bool) -> None:
     assert text == joined[: len(text)]
     assert len(joined) - len(text) < 6 - len(starts)
     assert made.asked["num_proc"] == 9
+    assert max(map(max, rows)) < len(tokenizer)  # no id is invented, a padding token's least of all
+    assert (len(tokenizer), tokenizer.special_tokens_map, tokenizer.padding_side) == before
 
 
-def test_what_cannot_be_concatenated() -> None:
+def test_report_143_what_cannot_be_concatenated() -> None:
     data = Rows(text=["Hello"])
     with pytest.raises(ValueError, match="eos_token_id=None"):
         u.tokenize_and_concatenate(data, toks.byte_level())
