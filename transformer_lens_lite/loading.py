@@ -436,6 +436,7 @@ def read_config(
     if is_native(config):
         whole, _ = understood(config, str(name), overrides)
     else:
+        conversion.refuse_foreign_code(config, str(name))
         config = config["text_config"] if conversion.is_around_text(config) else config
         architecture = conversion.architecture_for(config)
         whole = architecture.read(architecture.reading(config, str(name)), **overrides)
@@ -627,6 +628,7 @@ def load_pretrained(
     """
     model_name = on_the_hub(model_name)
     checkpoint = open_checkpoint(model_name, hf_model, hf_config, revision)
+    _refuse_foreign_code(checkpoint)
     checkpoint.config = _conversion().completed(checkpoint.config, checkpoint.names())
     overrides: dict[str, Any] = {
         "device": default_device() if device is None else device,
@@ -669,6 +671,13 @@ def load_pretrained(
     else:
         model.checkpoint_config = copy.deepcopy(checkpoint.config)
     return model
+
+
+def _refuse_foreign_code(checkpoint: Checkpoint) -> None:
+    """A model in memory was made by whoever passes it; files say in words what made them."""
+    whole = checkpoint.whole if isinstance(checkpoint, TextPart) else checkpoint
+    if not isinstance(whole, ModelCheckpoint) and not is_native(whole.config):
+        _conversion().refuse_foreign_code(whole.config, whole.where)
 
 
 def _understand(

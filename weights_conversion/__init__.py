@@ -2,6 +2,7 @@
 
 completed(hf_config, names)                     the config with what only the tensors tell
 architecture_for(hf_config)                     which family a Hugging Face config belongs to
+refuse_foreign_code(hf_config)                  whether it is of the class the table is of
 register_architecture("my_type", architecture)  teach it another one
 export_config(cfg, needs, original)             the Hugging Face config of a native model
 """
@@ -9,10 +10,11 @@ export_config(cfg, needs, original)             the Hugging Face config of a nat
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformer_lens_lite.config import HookedTransformerConfig, closest
+from transformer_lens_lite.config import HookedTransformerConfig
 from weights_conversion.families import all_architectures
 from weights_conversion.families.nanogpt import config_of as config_of_training
 from weights_conversion.fields import Reading, check_angles
+from weights_conversion.refusals import foreign_code, unsupported
 from weights_conversion.table import (
     Architecture,
     Map,
@@ -43,6 +45,7 @@ __all__ = [
     "export_config",
     "first_layers",
     "is_around_text",
+    "refuse_foreign_code",
     "register_architecture",
     "supported",
 ]
@@ -58,7 +61,23 @@ def supported() -> list[str]:
 
 
 def register_architecture(model_type: str, architecture: Architecture) -> None:
-    """Make configs of this `model_type` loadable. A second registration replaces the first."""
+    """Make configs of this `model_type` loadable. A second registration replaces the first.
+
+    Raises:
+        TypeError: `architecture` is no `Architecture`, or something in it is of another type than
+            it has to be.
+        ValueError: an empty name.
+    """
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type must be a str, got {model_type!r}")
+    if not model_type:
+        raise ValueError("model_type is empty: give the one that config.json has")
+    if not isinstance(architecture, Architecture):
+        raise TypeError(
+            f"the table of {model_type!r} must be a weights_conversion.Architecture, got "
+            f"{architecture!r}"
+        )
+    architecture.check()
     _REGISTRY[model_type] = architecture
 
 
@@ -74,64 +93,24 @@ def is_around_text(hf_config: Mapping[str, Any]) -> bool:
     return hf_config.get("model_type") in _AROUND_TEXT and "text_config" in hf_config
 
 
-# Why some models cannot be a HookedTransformer, and which family comes closest.
-_OUT_OF_REACH = {
-    "it has state-space layers": "mamba mamba2 falcon_mamba rwkv xlstm recurrent_gemma",
-    "it has state-space or linear-attention layers beside attention": (
-        "jamba zamba zamba2 bamba nemotron_h falcon_h1 granitemoehybrid qwen3_next qwen3_5 lfm2 "
-        "lfm2_moe olmo_hybrid minimax kimi_linear"
-    ),
-    "it is an encoder-decoder": (
-        "t5 mt5 umt5 bart mbart pegasus led marian m2m_100 whisper t5gemma"
-    ),
-    "it needs remote code": (
-        "chatglm qwen baichuan internlm internlm2 xverse deepseek exaone stablelm_epoch"
-    ),
-}
-_NEAREST = {
-    "qwen": "qwen2", "chatglm": "glm", "internlm": "llama", "internlm2": "llama",
-    "baichuan": "llama", "exaone": "exaone4", "stablelm_epoch": "stablelm", "deepseek": "llama",
-    "falcon_mamba": "falcon", "falcon_h1": "falcon", "recurrent_gemma": "gemma",
-    "granitemoehybrid": "granitemoe", "nemotron_h": "nemotron", "qwen3_next": "qwen3_moe",
-    "qwen3_5": "qwen3", "olmo_hybrid": "olmo3", "t5gemma": "gemma2",
-}  # fmt: skip
-
-
 def architecture_for(hf_config: Mapping[str, Any]) -> Architecture:
     """The family of a Hugging Face config, given as the dict in its config.json.
 
     Raises:
-        ValueError: no `model_type`, an unsupported one, an encoder-decoder, quantised weights.
+        ValueError: no `model_type`, an unsupported one, an encoder-decoder, quantised weights; with
+            the nearest thing that is supported.
     """
-    model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise ValueError(
-            f"the config has no model_type, so its family is unknown; supported: {supported()}"
-        )
-    for name in ("quantization_config", "compression_config"):
-        if hf_config.get(name):
-            raise ValueError(
-                f"the config has {name}: quantised weights are not supported; dequantise them "
-                "first (from_pretrained(…).dequantize() in transformers)"
-            )
-    if model_type in _REGISTRY and not hf_config.get("is_encoder_decoder"):
-        return _REGISTRY[model_type]
-    near = _NEAREST.get(model_type)
-    nearest = "" if near is None else f" The nearest supported family is {near!r}."
-    for reason, kinds in _OUT_OF_REACH.items():
-        if model_type in kinds.split():
-            raise ValueError(f"model_type {model_type!r} is not supported: {reason}.{nearest}")
-    if hf_config.get("is_encoder_decoder"):
-        raise ValueError(f"{model_type!r} is an encoder-decoder; only decoders are supported")
-    if hf_config.get("auto_map"):
-        raise ValueError(
-            f"model_type {model_type!r} is not supported: it needs remote code. "
-            "weights_conversion.register_architecture adds families"
-        )
-    raise ValueError(
-        f"model_type {model_type!r} is not supported.{closest(model_type, _REGISTRY)} "
-        f"Supported: {supported()}; weights_conversion.register_architecture adds others"
-    )
+    if reason := unsupported(hf_config, _REGISTRY):
+        raise ValueError(reason)
+    return _REGISTRY[hf_config["model_type"]]
+
+
+def refuse_foreign_code(hf_config: Mapping[str, Any], where: str = "the config") -> None:
+    """ValueError if a file's config says that its weights belong to another class than the one its
+    family's table was written after."""
+    architecture = None if is_around_text(hf_config) else architecture_for(hf_config)
+    if reason := foreign_code(hf_config, architecture):
+        raise ValueError(f"{where}: {reason}")
 
 
 def completed(hf_config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -25,6 +25,15 @@ def qkv(cfg: HookedTransformerConfig, kind: str) -> tuple[str, str, str]:
     return f"{ATTN}{kind}_Q", key_value(cfg, f"{kind}_K"), key_value(cfg, f"{kind}_V")
 
 
+def grouped_qkv(cfg: HookedTransformerConfig, hf: str, kind: str) -> Map:
+    """One matrix (`kind` "W") or bias ("b") in which the queries of a group stand before the key
+    and the value that they share."""
+    name, m = {"W": ("weight", " m"), "b": ("bias", "")}[kind]
+    pieces = (f"g k{m} h -> (k g){m} h", *[f"1 k{m} h -> k{m} h"] * 2)
+    pattern, cut = f"(k a h){m} -> a k{m} h", ("g", "1", "1")
+    return Map(f"{hf}.{name}", qkv(cfg, kind), pattern, cut=cut, pieces=pieces)
+
+
 def projections(cfg: HookedTransformerConfig, hf: str, bias: bool) -> list[Row]:
     """q_proj, k_proj and v_proj."""
     rows: list[Row] = []

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.config_checks import fields_needing
 from weights_conversion.fields import Reading
 
 AnyShape = Float[Tensor, "..."]
@@ -312,6 +313,8 @@ class Architecture:
     headless_class: the class of checkpoints without a single tensor whose name starts with
         `head_prefix`; `architectures` of their configs says so.
     old_names: endings of names, and what old files have instead.
+    remote_stem: how the classes of remote code begin, lower case and without underscores, that
+        checkpoints name in `auto_map` and that is known to be what `hf_class` is now.
     joins_stream: sublayers ("attn", "mlp") whose module in Hugging Face adds the stream to what it
         computes, so that its output is not what is added.
     """
@@ -330,7 +333,20 @@ class Architecture:
     headless_class: str = ""
     head_prefix: str = ""
     old_names: Mapping[str, str] = field(default_factory=dict)
+    remote_stem: str = ""
     joins_stream: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """TypeError where a field that the conversion needs holds nothing it can use."""
+        for name in ("read_config", "write_config", "rows"):
+            if not callable(value := getattr(self, name)):
+                raise TypeError(f"{name} of the table must be a function, got {value!r}")
+        for name in ("model_type", "hf_class"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise TypeError(f"{name} of the table must be a name, got {value!r}")
+        for name in ("ignore", "cosmetic", "aliases", "old_names"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise TypeError(f"{name} of the table must be a dict, got {value!r}")
 
     def class_of(self, names: Iterable[str]) -> str:
         """Hugging Face's class of a checkpoint with these tensors."""
@@ -369,7 +385,9 @@ def first_layers(cfg: HookedTransformerConfig, n: int) -> HookedTransformerConfi
     if cfg.attn_types is not None:
         changes["attn_types"] = list(cfg.attn_types)[:n]
         if "local" not in changes["attn_types"]:
-            changes |= {"attn_types": None, "use_local_attn": False, "window_size": None}
+            changes |= {"attn_types": None, "use_local_attn": False}
+            fields = type(cfg).__dataclass_fields__
+            changes |= {name: fields[name].default for name in fields_needing("use_local_attn")}
     return replace(cfg, **changes)
 
 

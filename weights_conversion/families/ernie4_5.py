@@ -44,6 +44,7 @@ ERNIE4_5 = replace(
     llama.LLAMA,
     model_type="ernie4_5",
     hf_class="Ernie4_5ForCausalLM",
+    remote_stem="ernie45",
     read_config=read_config,
     write_config=write_config,
     rows=rows,

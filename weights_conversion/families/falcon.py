@@ -9,6 +9,7 @@ from weights_conversion.parts import (
     ATTN,
     MLP,
     ends,
+    grouped_qkv,
     head_size,
     layer_norm,
     mlp,
@@ -106,11 +107,11 @@ def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> 
 
 def fused(cfg: HookedTransformerConfig, reading: Reading, kind: str) -> Map:
     """The matrix (`kind` "W") or bias ("b") that queries, keys and values share."""
-    name, m = {"W": ("weight", " m"), "b": ("bias", "")}[kind]
-    hf, natives = f"{BLOCK}self_attention.query_key_value.{name}", qkv(cfg, kind)
+    whole, natives = f"{BLOCK}self_attention.query_key_value", qkv(cfg, kind)
     if grouped(reading):
-        pieces = (f"g k{m} h -> (k g){m} h", *[f"1 k{m} h -> k{m} h"] * 2)
-        return Map(hf, natives, f"(k a h){m} -> a k{m} h", cut=("g", "1", "1"), pieces=pieces)
+        return grouped_qkv(cfg, whole, kind)
+    name, m = {"W": ("weight", " m"), "b": ("bias", "")}[kind]
+    hf = f"{whole}.{name}"
     if cfg.n_key_value_heads == 1:
         return Map(hf, natives, f"(a h){m} -> a{m} h", cut=("n", "k", "k"))
     return Map(hf, natives, f"(n s h){m} -> s n{m} h")
@@ -140,6 +141,7 @@ def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
 FALCON = Architecture(
     model_type="falcon",
     hf_class="FalconForCausalLM",
+    remote_stem="falcon",
     read_config=read_config,
     write_config=write_config,
     rows=rows,

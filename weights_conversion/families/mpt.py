@@ -89,6 +89,7 @@ def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
 MPT = Architecture(
     model_type="mpt",
     hf_class="MptForCausalLM",
+    remote_stem="mpt",
     read_config=read_config,
     write_config=write_config,
     rows=rows,

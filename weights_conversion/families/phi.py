@@ -86,6 +86,7 @@ def rows(cfg: HookedTransformerConfig, reading: Reading) -> list[Row]:
 PHI = Architecture(
     model_type="phi",
     hf_class="PhiForCausalLM",
+    remote_stem="phi",
     read_config=read_config,
     write_config=write_config,
     rows=rows,

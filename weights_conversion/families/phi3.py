@@ -68,6 +68,7 @@ PHI3 = replace(
     llama.LLAMA,
     model_type="phi3",
     hf_class="Phi3ForCausalLM",
+    remote_stem="phi3",
     read_config=read_config,
     write_config=write_config,
     rows=rows,

@@ -91,6 +91,7 @@ PHIMOE = replace(
     llama.LLAMA,
     model_type="phimoe",
     hf_class="PhimoeForCausalLM",
+    remote_stem="phimoe",
     read_config=read_config,
     write_config=write_config,
     rows=rows,
