@@ -7,13 +7,16 @@ from typing import Any
 
 import loud
 import native
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
-from transformer_lens_lite.config import closest, parse_dtype
+from transformer_lens_lite.config import parse_dtype
+from transformer_lens_lite.config_checks import check_values
+from transformer_lens_lite.nearest import closest
 
 SMALL: dict[str, Any] = {
     "n_layers": 3, "d_model": 24, "d_head": 6, "n_ctx": 16, "d_vocab": 11, "device": "cpu",
@@ -112,6 +115,7 @@ def test_a_missing_size_is_a_type_error() -> None:
 
 GIVEN_TWICE = {"rotary_scaling_factor": 2.0, "use_yarn_rope": True}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 3}
+ALIBI: dict[str, Any] = {"positional_embedding_type": "alibi"}
 # what is wrong, and what the message must name
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "gated_mlp": True}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -189,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"n_token_types": -1}, ["n_token_types", "-1"]),
     ({"unembed_act_fn": "geluu"}, ["unembed_act_fn='geluu'", "'gelu'"]),
     ({"unembed_act_fn": "xielu"}, ["unembed_act_fn='xielu'"]),
-    ({"post_embedding_ln_last": True}, ["post_embedding_ln_last", "post_embedding_ln=True"]),
+    ({"post_embedding_ln_last": True}, ["post_embedding_ln_last", "post_embedding_ln=False"]),
     ({"final_rms": True, "final_norm": False}, ["final_rms", "final_norm"]),
     ({"unembedding": False, "tie_word_embeddings": True}, ["tie_word_embeddings", "unembedding"]),
     ({"unembedding": False, "unembed_act_fn": "relu"}, ["unembed_act_fn", "unembedding"]),
@@ -245,6 +249,41 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**EXPERTS, "shared_expert_gate": True}, ["shared_expert_gate", "d_shared_expert"]),
     ({**EXPERTS, "expert_layers": [True]}, ["expert_layers", "n_layers"]),
     ({**EXPERTS, "router_type": "softmin"}, ["softmin", "softmax"]),
+    # True is no size, infinity no number, and text no list
+    *[({name: True}, [name, "True"]) for name in ("n_heads", "d_mlp", "d_vocab", "seed")],
+    *[({name: float("inf")}, [name, "inf"]) for name in ("initializer_range", "clip_qkv")],
+    ({"norm_weight_offset": float("inf")}, ["norm_weight_offset", "inf"]),
+    ({"initializer_range": -0.5}, ["initializer_range", "-0.5"]),
+    ({**ALIBI, "alibi_slopes": [1.0, 2.0, float("nan"), 3.0]}, ["alibi_slopes", "nan"]),
+    ({"attn_types": "local"}, ["attn_types", "list", "'local'"]),
+    ({"query_growth": {"scale": "x", "length": 4}}, ["query_growth", "scale", "'x'"]),
+    ({"query_growth": {"scale": 1.0, "length": float("nan")}}, ["query_growth", "length"]),
+    ({"query_growth": {"scale": 1.0, "length": 0}}, ["query_growth", "length", "positive"]),
+    (
+        {"query_growth": {"scale": 1.0, "length": 4, "unrotated_only": "no"}},
+        ["query_growth", "unrotated_only", "'no'"],
+    ),
+    ({"seed": -1}, ["seed", "-1"]),
+    ({"seed": 2**32}, ["seed", "2**32"]),
+    ({"device": "nonsense"}, ["device='nonsense'"]),
+    ({**EXPERTS, "router_groups": 0}, ["router_groups", "0"]),
+    ({**EXPERTS, "router_top_groups": 0}, ["router_top_groups", "0"]),
+    ({**EXPERTS, "router_top_groups": 2}, ["router_top_groups=2", "router_groups=1"]),
+    ({**EXPERTS, "router_jitter": 0.5}, ["router_jitter", "router_type"]),
+    ({**EXPERTS, "expert_limit": -1.0}, ["expert_limit", "-1.0"]),
+    # what would be without effect
+    ({"attn_types": ["local"] * 3}, ["attn_types", "use_local_attn=False"]),
+    ({"attn_scale": 2.0, "use_attn_scale": False}, ["attn_scale=2.0", "use_attn_scale"]),
+    ({"rotary_dim": 4}, ["rotary_dim=4", "positional_embedding_type='standard'"]),
+    ({"rotary_base": 500.0}, ["rotary_base=500.0", "positional_embedding_type='standard'"]),
+    ({**ROTARY, "rotary_base_local": 500.0}, ["rotary_base_local", "use_local_attn=False"]),
+    ({**ROTARY, "yarn_beta_fast": 8.0}, ["yarn_beta_fast=8.0", "use_yarn_rope"]),
+    ({**ROTARY, "NTK_by_parts_factor": 2.0}, ["NTK_by_parts_factor=2.0", "use_NTK_by_parts"]),
+    ({**ROTARY, "rotary_scaling_global_only": True}, ["rotary_scaling_global_only"]),
+    ({"qk_norm_after_rotary": True}, ["qk_norm_after_rotary", "use_qk_norm"]),
+    ({"norm_weight_offset": 1.0, "normalization_type": None}, ["norm_weight_offset"]),
+    ({"act_fn": "nonsense", "attn_only": True}, ["act_fn='nonsense'"]),
+    ({"uses_rms_norm": True}, ["uses_rms_norm=True", "normalization_type='LN'"]),
 ]
 
 
@@ -262,7 +301,9 @@ def test_what_goes_together_is_not_refused() -> None:
     config(n_heads=3, d_head=7)
     config(use_attn_in=True, n_key_value_heads=4)
     config(use_attn_in=True, n_key_value_heads=2, ungroup_grouped_query_attention=True)
-    config(attn_types=["global"] * 3)  # inert without use_local_attn
+    config(attn_types=["global"] * 3)
+    config(final_rms=True, normalization_type="RMS", uses_rms_norm=True)  # as Gemma's are
+    config(initializer_range=0.0, seed=0, device="cuda:3", clip_qkv=None)
     config(n_layers=0)
     config(normalization_type=None, final_rms=False)
     config(tie_word_embeddings=True, d_vocab_out=11)
@@ -405,7 +446,6 @@ def test_local_layers_may_turn_at_a_base_of_their_own() -> None:
         ({}, 6**-0.5),
         ({"attn_scale": 2.0}, 0.5),
         ({"use_attn_scale": False}, 1.0),
-        ({"use_attn_scale": False, "attn_scale": 2.0}, 1.0),
     ],
 )
 def test_scores_are_divided_by_the_scale_in_force(changes: dict[str, Any], scale: float) -> None:
@@ -422,13 +462,23 @@ def test_folded_norms_keep_weights_where_nothing_follows_to_fold_into() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("rotary_base", "x"), ("parallel_attn_mlp", "false"), ("gated_mlp", "no"), ("eps", None)],
-)
+    [
+        ("rotary_base", "x"), ("parallel_attn_mlp", "false"), ("gated_mlp", "no"), ("eps", None),
+        ("seed", 1.5), ("seed", "a"), ("n_ctx", 4.0), ("alibi_slopes", "abcd"),
+    ],
+)  # fmt: skip
 def test_flags_are_flags_and_numbers_are_numbers(field: str, value: Any) -> None:
     cfg = HookedTransformerConfig(n_layers=1, d_model=8, n_ctx=4, d_head=4, d_vocab=7)
     object.__setattr__(cfg, field, value)  # in tests the annotations refuse it first
     with pytest.raises(ValueError, match=rf"{field} must be .*, got {value!r}"):
-        cfg._check_types()
+        check_values(cfg)
+
+
+def test_integers_of_numpy_become_integers() -> None:
+    cfg = config()
+    object.__setattr__(cfg, "n_ctx", np.int64(5))  # in tests the annotations refuse it first
+    check_values(cfg)
+    assert (cfg.n_ctx, type(cfg.n_ctx)) == (5, int)
 
 
 def test_copies_share_no_dictionary_and_no_list() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.components import LayerNorm
-from transformer_lens_lite.config import NormSpec
 from transformer_lens_lite.hooks import HookPoint
+from transformer_lens_lite.specs import NormSpec
 
 OPTIONAL = {"hook_tokens", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input"}
 OPTIONAL |= {"hook_result", "hook_mlp_in"}

@@ -28,9 +28,13 @@ class Rule(NamedTuple):
 # fmt: off
 RULES = [
     Rule(f"{LIB}.rope_scaling",   ()),
-    Rule(f"{LIB}.config",         (f"{LIB}.rope_scaling",)),
-    Rule(f"{LIB}.steps",          (f"{LIB}.config",)),
-    Rule(f"{LIB}.hooks",          (f"{LIB}.config", f"{LIB}.steps")),
+    Rule(f"{LIB}.nearest",        ()),
+    Rule(f"{LIB}.specs",          (f"{LIB}.rope_scaling",)),
+    Rule(f"{LIB}.config_checks",  (f"{LIB}.specs", f"{LIB}.nearest")),
+    Rule(f"{LIB}.config",         (f"{LIB}.rope_scaling", f"{LIB}.specs", f"{LIB}.config_checks",
+                                   f"{LIB}.nearest")),
+    Rule(f"{LIB}.steps",          (f"{LIB}.nearest",)),
+    Rule(f"{LIB}.hooks",          (f"{LIB}.steps",)),
     Rule(f"{LIB}.recording",      (f"{LIB}.steps",)),
     Rule(f"{LIB}.capture",        (f"{LIB}.config", f"{LIB}.steps", f"{LIB}.hooks",
                                    f"{LIB}.recording", f"{LIB}.utils")),
@@ -38,11 +42,13 @@ RULES = [
     Rule(f"{LIB}.kv_formats",     (f"{LIB}.config",)),
     Rule(f"{LIB}.kv_cache",       (f"{LIB}.config", f"{LIB}.fingerprint", f"{LIB}.kv_formats")),
     Rule(f"{LIB}.factored_matrix", ()),
-    Rule(f"{LIB}.components*",    (f"{LIB}.config", f"{LIB}.rope_scaling", f"{LIB}.hooks",
+    Rule(f"{LIB}.components*",    (f"{LIB}.config", f"{LIB}.specs", f"{LIB}.rope_scaling",
+                                   f"{LIB}.nearest", f"{LIB}.hooks",
                                    f"{LIB}.kv_cache", f"{LIB}.factored_matrix",
                                    f"{LIB}.components*")),
     Rule(f"{LIB}.model",          (ANY,), but_not=(f"{LIB}.demo", f"{LIB}.analysis*")),
-    Rule(f"{WEIGHTS}*",           (f"{LIB}.config", f"{WEIGHTS}*")),
+    Rule(f"{WEIGHTS}*",           (f"{LIB}.config", f"{LIB}.config_checks", f"{LIB}.nearest",
+                                   f"{WEIGHTS}*")),
 ]
 # fmt: on
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.patch_engine import Metric, PatchEngine
 from transformer_lens_lite.sites import Site, as_cells, edit_of, names_in
 

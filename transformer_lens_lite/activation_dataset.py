@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite.activations import ActivationCache, MissingActivation
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.recording_files import VALUES, opened, write
 
 SHARD = "rows-{:06d}.safetensors"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite.activations import ActivationCache, MissingActivation, Span
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 
 END_OF_REASONING = "</think>"
 STAND_IN = "\u2402stand-in\u2403"  # for a message's content, of which no template says anything

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from transformer_lens_lite.capture import Recorder
-from transformer_lens_lite.config import closest
 from transformer_lens_lite.decomposition import ResidualDecomposition
 from transformer_lens_lite.navigation import Node
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.recording import Recording, compact, is_of_one_expert, name_and_call
 from transformer_lens_lite.recording_files import load_recording, save_recording
 from transformer_lens_lite.steps import StepContext, Steps, When

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.patch_engine import Metric
 from transformer_lens_lite.utils import get_act_name
 

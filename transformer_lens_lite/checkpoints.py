@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from transformer_lens_lite.config import HookedTransformerConfig, names_the_nearest, parse_dtype
+from transformer_lens_lite.config import HookedTransformerConfig, parse_dtype
+from transformer_lens_lite.nearest import names_the_nearest
 
 
 class CheckpointMethods:

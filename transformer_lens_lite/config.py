@@ -1,4 +1,4 @@
-"""The flat configuration users write, and the frozen per-layer specs a model is built from.
+"""The flat configuration users write.
 
 `HookedTransformerConfig` keeps HookedTransformer's flat field names. It is expanded once, by
 `cfg.block_specs()`, into one frozen `BlockSpec` per layer; modules are built from those and never
@@ -6,44 +6,32 @@ count layers or look at an architecture's name.
 """
 
 import copy
-import difflib
-import functools
-import inspect
 import json
-import math
-import numbers
 import pprint
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from transformer_lens_lite.rope_scaling import RotaryScaling, scaling_from_dict
+from transformer_lens_lite.config_checks import check_agreement, check_values
+from transformer_lens_lite.nearest import closest
+from transformer_lens_lite.rope_scaling import scaling_from_dict
+from transformer_lens_lite.specs import (
+    Alibi,
+    AttentionSpec,
+    BlockSpec,
+    LatentSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    QueryGrowth,
+    RotarySpec,
+    RouterSpec,
+    alibi_slopes,
+)
 
-ACTIVATIONS = (
-    "solu", "solu_ln", "gelu_new", "gelu_fast", "silu", "relu", "gelu", "gelu_pytorch_tanh",
-    "xielu", "relu2", "quick_gelu",
-)  # fmt: skip
-NORMALIZATIONS = ("LN", "LNPre", "RMS", "RMSPre", None)
-POSITION_KINDS = ("standard", "rotary", "shortformer", "alibi", "none")
-INIT_MODES = (
-    "gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP",
-)  # fmt: skip
-POSITIVE = (
-    "eps", "rotary_base", "rotary_scaling_factor", "NTK_by_parts_factor", "yarn_factor",
-    "embed_scale", "residual_scale", "logit_scale", "expert_gate_slope",
-)  # fmt: skip
-NORM_PLACES = ("pre", "post", "both", "stream", "skip")
-ROUTER_TYPES = ("softmax", "sigmoid", "sparsemixer")
-EXPERT_FIELDS = (
-    "norm_topk_prob", "d_expert", "d_shared_expert", "shared_expert_gate", "expert_layers",
-    "expert_limit", "expert_offset", "expert_gate_slope", "router_type", "router_scale",
-    "router_groups", "router_top_groups", "router_group_members", "router_bias",
-    "router_selection_bias", "router_on_input", "router_jitter",
-)  # fmt: skip
-QK_NORM_OVER = ("head", "each_head", "all_heads")
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -59,31 +47,6 @@ DTYPES = {
 def own(value: Any) -> Any:
     """A copy of a list or dictionary and all in it; other values themselves."""
     return copy.deepcopy(value) if isinstance(value, list | dict) else value
-
-
-def closest(name: str, known: Iterable[str], n: int = 3, cutoff: float = 0.5) -> str:
-    """The tail of an error message: " Did you mean 'a' or 'b'?", or nothing."""
-    matches = difflib.get_close_matches(name, [str(k) for k in known], n=n, cutoff=cutoff)
-    return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def names_the_nearest(function: Function) -> Function:
-    """The TypeError for an unknown keyword argument says which known one comes closest."""
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"{function.__name__}() has no argument {name!r}.{closest(name, known)}"
-                )
-        return function(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -102,174 +65,6 @@ def default_device() -> str:
     """CUDA when there is one, else the CPU. MPS is never chosen by itself: it has been silently
     wrong."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-# --- the frozen specs ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """One normalisation: `kind` LN, LNPre, RMS or RMSPre; `offset` is added to the weight (Gemma:
-    1); with `n_heads`, every head has weights of its own, [n_heads, width]."""
-
-    kind: str
-    width: int
-    eps: float
-    offset: float = 0.0
-    n_heads: int | None = None
-
-    def widened_to(self, width: int) -> "NormSpec":
-        """The same norm over another width."""
-        return replace(self, width=width)
-
-
-@dataclass(frozen=True)
-class RotarySpec:
-    """Rotary positions on the first `dim` channels of each head, or the last."""
-
-    dim: int
-    base: float
-    adjacent_pairs: bool  # True: channels (2i, 2i+1) turn together (GPT-J); False: (i, i + dim/2)
-    scaling: RotaryScaling
-    at_end: bool = False
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Keys and values are made from a narrow latent, queries perhaps from another (DeepSeek-V2,
-    arXiv 2405.04434)."""
-
-    kv_rank: int
-    q_rank: int | None  # None: queries are made from the stream
-    d_value: int  # of each head; keys have d_head, of which the last channels turn
-    eps: float  # of the latents' norms
-
-
-@dataclass(frozen=True)
-class QueryGrowth:
-    """Queries grow with their position: times 1 + scale * log(1 + floor((pos + start) / length))
-    (Llama 4; arXiv 2501.19399)."""
-
-    scale: float
-    length: float
-    start: int = 0
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """Scores fall by `slopes` of each head times the distance (arXiv 2108.12409), times `scale`.
-
-    `in_bfloat16`: slope times position is rounded, position by position, whatever the model's dtype
-    (Falcon).
-    """
-
-    slopes: tuple[float, ...]
-    scale: float = 1.0
-    in_bfloat16: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Everything one attention layer is built from."""
-
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    d_head: int
-    grouped: bool  # parameters are named _W_K, _W_V and may have fewer heads
-    scale: float  # multiplies q·k
-    causal: bool
-    window: int | None  # a query sees this many keys, itself included; None: all
-    chunk: int | None  # a query sees only its own stretch of this many positions (Llama 4)
-    rotary: RotarySpec | None
-    alibi: Alibi | None
-    growth: QueryGrowth | None
-    softcap: float | None
-    qk_norm: NormSpec | None
-    qk_norm_joins_heads: bool  # one norm over all heads together
-    qk_norm_after_rotary: bool
-    clip_qkv: float | None
-    sinks: bool
-    latent: LatentSpec | None
-
-    @property
-    def d_value(self) -> int:
-        """Channels of one head's values."""
-        return self.d_head if self.latent is None else self.latent.d_value
-
-
-@dataclass(frozen=True)
-class MLPSpec:
-    """A plain or gated MLP. `norm` is the LayerNorm inside "*_ln" activations."""
-
-    d_model: int
-    d_mlp: int
-    act_fn: str
-    gated: bool
-    gated_biases: bool  # biases on the two inner projections of a gated MLP (b_gate, b_up)
-    norm: NormSpec | None
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """How a mixture of experts chooses `top_k` of them, and weighs what they say."""
-
-    n_experts: int
-    top_k: int
-    kind: str  # "softmax", "sigmoid" or "sparsemixer"
-    normalised: bool  # the weights of the chosen sum to one
-    scale: float  # multiplies the weights
-    n_groups: int  # experts come in groups, and only those of the best groups are chosen from
-    top_groups: int
-    group_members: int  # a group is as good as the sum of this many of its best
-    bias: bool  # of the logits
-    selection_bias: bool  # added to scores where experts are chosen, not where they are weighed
-    on_input: bool  # weights multiply what goes into an expert
-    jitter: float  # sparsemixer: how far from the best counts as close
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """A mixture of gated MLPs. `shared` is one that every token passes."""
-
-    d_model: int
-    d_mlp: int
-    act_fn: str
-    gated_biases: bool
-    limit: float | None  # clamps both branches of an expert
-    offset: float  # added to the branch beside the gate
-    gate_slope: float  # the gate is act_fn(slope * x) / slope
-    router: RouterSpec
-    shared: MLPSpec | None
-    shared_gate: bool  # the shared expert is weighed by a sigmoid of its own
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """One layer; without `mlp` in attention-only models."""
-
-    layer: int
-    attention: AttentionSpec
-    mlp: MLPSpec | MoESpec | None
-    norm: NormSpec | None
-    attention_norm: NormSpec | None  # the same, or none
-    post_norm: NormSpec | None  # a second norm behind each sublayer; never folded
-    norm_place: str  # "pre", "post", "both", "stream" or "skip"
-    parallel: bool
-    residual_scale: float
-
-
-def alibi_slopes(n_heads: int) -> list[float]:
-    """The penalty per position of each head (ALiBi, arXiv 2108.12409).
-
-    A geometric series for a power of two; other counts take every second slope of the next one.
-    """
-    power = 2 ** math.floor(math.log2(n_heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
-
-
-# --- the flat configuration ---------------------------------------------------------------------
 
 
 @dataclass
@@ -447,15 +242,11 @@ class HookedTransformerConfig:
         self.dtype = parse_dtype(self.dtype)
         if self.device is None:
             self.device = default_device()
-        self._check_types()
-        self._check_sizes()
+        check_values(self)
         self._fill_in_sizes()
-        self._check_choices()
-        self._check_contradictions()
-        self._check_latent()
-        self._check_experts()
-        self._check_ends()
-        self._check_unsupported()
+        check_agreement(self)
+        if self.positional_embedding_type == "rotary":
+            self.rotary_spec("global")  # raises on bad scaling parameters
         self.n_params = self._count_params()
         if self.seed is not None:
             self.set_seed_everywhere(self.seed)
@@ -468,52 +259,7 @@ class HookedTransformerConfig:
             )
         object.__setattr__(self, name, value)
 
-    # -- validation --
-
-    def _check_types(self) -> None:
-        """Flags are flags and numbers are numbers: True is no number, and "false" would be true."""
-        for name, each in self.__dataclass_fields__.items():
-            value = getattr(self, name)
-            if each.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-            if each.type is float or (each.type == (float | None) and value is not None):
-                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                if not is_number or math.isnan(value):
-                    raise ValueError(f"{name} must be a number, got {value!r}")
-        for name in ("attn_scores_soft_cap", "output_logits_soft_cap"):
-            value = getattr(self, name)
-            if value < 0 and value != -1.0:
-                raise ValueError(f"{name} must be positive, or -1 for no cap; got {value!r}")
-
-    def _check_sizes(self) -> None:
-        may_be_zero = ("n_layers", "reserved_positions", "n_token_types")
-        for name in (*may_be_zero, "d_model", "n_ctx", "d_head"):
-            value = getattr(self, name)
-            least = 0 if name in may_be_zero else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name in ("n_heads", "d_vocab", "d_vocab_out"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or (value < 1 and value != -1):
-                raise ValueError(
-                    f"{name} must be a positive integer, or -1 for its default; got {value!r}"
-                )
-        for name in (
-            "d_mlp", "n_key_value_heads", "rotary_dim", "window_size", "num_experts",
-            "experts_per_token", "d_expert", "d_shared_expert", "latent_kv_rank",
-            "latent_q_rank", "d_value", "d_embed",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be None or a positive integer, got {value!r}")
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if not value > 0 or value == float("inf"):  # NaN is not > 0
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        for name, none in (("clip_qkv", None), ("rotary_base_local", None), ("attn_scale", -1.0)):
-            value = getattr(self, name)
-            if value != none and not value > 0:
-                raise ValueError(f"{name} must be {none} or a positive number, got {value!r}")
+    # -- defaults that depend on other fields --
 
     def _fill_in_sizes(self) -> None:
         if self.n_heads == -1:
@@ -537,211 +283,6 @@ class HookedTransformerConfig:
                 )
             self.norm_place = "both"
         self.use_normalization_before_and_after = self.norm_place == "both"
-
-    def _check_choices(self) -> None:
-        choices: dict[str, tuple[Any, ...]] = {
-            "normalization_type": NORMALIZATIONS,
-            "positional_embedding_type": POSITION_KINDS,
-            "init_mode": INIT_MODES,
-            "attention_dir": ("causal", "bidirectional"),
-            "norm_place": NORM_PLACES,
-            "qk_norm_type": NORMALIZATIONS[:-1],
-            "qk_norm_over": QK_NORM_OVER,
-            "router_type": ROUTER_TYPES,
-        }
-        if not self.attn_only:
-            choices["act_fn"] = ACTIVATIONS
-        if self.unembed_act_fn is not None:
-            # of those without parameters or a norm of their own
-            choices["unembed_act_fn"] = tuple(
-                name for name in ACTIVATIONS if name not in ("solu_ln", "xielu")
-            )
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                hint = closest(str(value), [str(a) for a in allowed])
-                raise ValueError(f"{name}={value!r} is not one of {list(allowed)}.{hint}")
-
-    def _check_contradictions(self) -> None:
-        kv = self.n_key_value_heads
-        if kv is not None and self.n_heads % kv:
-            raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_key_value_heads={kv}")
-        if self.use_local_attn and (self.window_size is None or self.attn_types is None):
-            raise ValueError(
-                "use_local_attn=True needs both window_size and attn_types; got "
-                f"window_size={self.window_size!r}, attn_types={self.attn_types!r}"
-            )
-        if self.window_size is not None and not self.use_local_attn:
-            raise ValueError(
-                f"window_size={self.window_size} has no effect with use_local_attn=False"
-            )
-        self._check_per_layer("attn_types", ("global", "local"))
-        self._check_per_layer("rotary_layers", (True, False))
-        if self.use_local_attn and "local" not in (self.attn_types or ()):
-            raise ValueError(f"window_size={self.window_size} but attn_types has no 'local' layer")
-        if self.positional_embedding_type == "rotary":
-            assert self.rotary_dim is not None
-            if self.rotary_dim > self.d_head or self.rotary_dim % 2:
-                raise ValueError(
-                    f"rotary_dim={self.rotary_dim} must be even and at most d_head={self.d_head}"
-                )
-            self.rotary_spec("global")  # raises on bad scaling parameters
-        elif given := list(self._rotary_scalings()) or self.rotary_layers and ["rotary_layers"]:
-            raise ValueError(
-                f"{' and '.join(given)} without positional_embedding_type='rotary'; it is "
-                f"{self.positional_embedding_type!r}"
-            )
-        if self.tie_word_embeddings and self.d_vocab_out != self.d_vocab:
-            raise ValueError(
-                f"tie_word_embeddings=True needs d_vocab_out={self.d_vocab_out} == "
-                f"d_vocab={self.d_vocab}"
-            )
-        shares_keys = kv not in (None, self.n_heads) and not self.ungroup_grouped_query_attention
-        if self.use_attn_in and shares_keys:
-            raise ValueError(
-                f"use_attn_in=True needs as many key as query heads: n_key_value_heads={kv}, "
-                f"n_heads={self.n_heads}; use_split_qkv_input has no such limit"
-            )
-        if self.use_attention_sinks and self.attn_scores_soft_cap > 0:
-            raise ValueError("use_attention_sinks and attn_scores_soft_cap > 0 cannot be combined")
-        if self.attn_only and (self.gated_mlp or self.parallel_attn_mlp):
-            raise ValueError("attn_only=True contradicts gated_mlp=True or parallel_attn_mlp=True")
-        if self.gated_mlp_biases and not self.gated_mlp:
-            raise ValueError("gated_mlp_biases=True contradicts gated_mlp=False")
-        if self.norm_place != "pre" and self.normalization_type is None:
-            raise ValueError(f"norm_place={self.norm_place!r} contradicts normalization_type=None")
-        for name, default in (
-            ("qk_norm_type", "RMS"),
-            ("qk_norm_over", "head"),
-            ("qk_norm_after_rotary", False),
-        ):
-            value = getattr(self, name)
-            if value != default and not self.use_qk_norm:
-                raise ValueError(f"{name}={value!r} contradicts use_qk_norm=False")
-        if self.qk_norm_over == "all_heads" and self.qk_norm_type != "RMS":
-            raise ValueError(
-                f"qk_norm_over='all_heads' needs qk_norm_type='RMS', got {self.qk_norm_type!r}"
-            )
-        kind = self.positional_embedding_type
-        for name in ("alibi_slopes", "alibi_scaled", "alibi_in_bfloat16"):
-            if getattr(self, name) and kind != "alibi":
-                raise ValueError(
-                    f"{name} without positional_embedding_type='alibi'; it is {kind!r}"
-                )
-        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.n_heads:
-            raise ValueError(
-                f"alibi_slopes has {len(self.alibi_slopes)} entries but n_heads={self.n_heads}"
-            )
-        if self.reserved_positions and kind not in ("standard", "shortformer"):
-            raise ValueError(
-                f"reserved_positions={self.reserved_positions} without learned positions; "
-                f"positional_embedding_type is {kind!r}"
-            )
-        if self.chunked_attention and not self.use_local_attn:
-            raise ValueError("chunked_attention=True has no effect with use_local_attn=False")
-        self._query_growth(turns=False)  # raises on bad parameters
-
-    def _check_latent(self) -> None:
-        if self.latent_kv_rank is None:
-            for name in ("latent_q_rank", "d_value"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)!r} without latent_kv_rank")
-            return
-        if self.positional_embedding_type != "rotary":
-            raise ValueError(
-                "latent_kv_rank needs positional_embedding_type='rotary', got "
-                f"{self.positional_embedding_type!r}"
-            )
-        assert self.rotary_dim is not None
-        if self.rotary_dim >= self.d_head:
-            raise ValueError(
-                f"latent_kv_rank needs channels that do not turn: rotary_dim={self.rotary_dim} "
-                f"must be less than d_head={self.d_head}"
-            )
-        if self.n_key_value_heads is not None:
-            raise ValueError(
-                f"latent_kv_rank gives every head its keys; n_key_value_heads="
-                f"{self.n_key_value_heads} contradicts it"
-            )
-
-    def _check_experts(self) -> None:
-        n, k = self.num_experts, self.experts_per_token
-        if (n is None) != (k is None):
-            raise ValueError(f"num_experts={n} and experts_per_token={k} go together")
-        if n is None or k is None:
-            for name in EXPERT_FIELDS:
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ValueError(f"{name}={getattr(self, name)!r} without num_experts")
-            return
-        if not 1 <= k <= n:
-            raise ValueError(f"experts_per_token={k} must be between 1 and num_experts={n}")
-        if not self.gated_mlp or self.attn_only:
-            raise ValueError("num_experts needs gated_mlp=True: experts are gated MLPs")
-        groups = self.router_groups
-        if n % groups or not 1 <= self.router_top_groups <= groups:
-            raise ValueError(
-                f"num_experts={n} must be a multiple of router_groups={groups}, and "
-                f"router_top_groups={self.router_top_groups} between 1 and it"
-            )
-        if k > (n // groups) * self.router_top_groups:
-            raise ValueError(
-                f"experts_per_token={k} is more than router_top_groups="
-                f"{self.router_top_groups} groups of {n // groups} hold"
-            )
-        if self.router_group_members > n // groups:
-            raise ValueError(
-                f"router_group_members={self.router_group_members} is more than a group holds: "
-                f"num_experts={n}, router_groups={groups}"
-            )
-        if self.router_type == "sparsemixer" and k != 2:
-            raise ValueError(f"router_type='sparsemixer' chooses two, experts_per_token={k}")
-        if self.shared_expert_gate and self.d_shared_expert is None:
-            raise ValueError("shared_expert_gate=True without d_shared_expert")
-        self._check_per_layer("expert_layers", (True, False))
-
-    def _check_ends(self) -> None:
-        if self.d_embed is not None and self.unembed_act_fn is not None:
-            raise ValueError(
-                f"d_embed={self.d_embed} and unembed_act_fn={self.unembed_act_fn!r} cannot be "
-                "combined"
-            )
-        if self.norm_place in ("stream", "skip") and self.parallel_attn_mlp:
-            raise ValueError(f"norm_place={self.norm_place!r} contradicts parallel_attn_mlp=True")
-        if self.post_embedding_ln_last and not self.post_embedding_ln:
-            raise ValueError("post_embedding_ln_last=True without post_embedding_ln=True")
-        if not self.first_norm and self.norm_place != "pre":
-            raise ValueError(f"first_norm=False contradicts norm_place={self.norm_place!r}")
-        if self.final_rms and not self.final_norm:
-            raise ValueError("final_rms=True contradicts final_norm=False")
-        if not self.unembedding:
-            for name, off in (("tie_word_embeddings", False), ("unembed_act_fn", None)):
-                if getattr(self, name) != off:
-                    raise ValueError(f"{name}={getattr(self, name)!r} without an unembedding")
-
-    def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
-        values = getattr(self, name)
-        if values is None:
-            return
-        if len(values) != self.n_layers:
-            raise ValueError(f"{name} has {len(values)} entries but n_layers={self.n_layers}")
-        if wrong := [v for v in values if v not in allowed]:
-            raise ValueError(f"{name} may hold {list(allowed)}, got {wrong[0]!r}")
-
-    def _check_unsupported(self) -> None:
-        if self.n_devices != 1:
-            raise ValueError(
-                f"n_devices={self.n_devices}: splitting a model over devices is not supported"
-            )
-        if self.load_in_4bit or self.quantization_method:
-            raise ValueError(
-                "load_in_4bit / quantization_method: quantised weights are not supported"
-            )
-        if self.use_dynamic_ntk_rope or self.use_logn_attn:
-            raise ValueError(
-                "use_dynamic_ntk_rope / use_logn_attn (Qwen-1) are not supported; for dynamic "
-                "NTK use "
-                "rotary_scaling={'rope_type': 'dynamic', 'factor': …}"
-            )
 
     # -- expansion --
 
@@ -881,15 +422,7 @@ class HookedTransformerConfig:
         """That of a layer that turns, or does not."""
         given = dict(self.query_growth or {})
         unrotated_only = given.pop("unrotated_only", False)
-        if not given or (unrotated_only and turns):
-            return None
-        try:
-            growth = QueryGrowth(**given)
-        except TypeError as error:
-            raise ValueError(f"query_growth={self.query_growth!r}: {error}") from None
-        if not growth.length > 0:
-            raise ValueError(f"query_growth: length must be positive, got {growth.length!r}")
-        return growth
+        return None if not given or (unrotated_only and turns) else QueryGrowth(**given)
 
     def _score_scale(self, layer: int) -> float:
         divisor = 1.0

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformer_lens_lite.activations import ActivationCache
 from transformer_lens_lite.beam_search import Beams, BeamSearch
 from transformer_lens_lite.capture import CaptureSpec, Recorder
-from transformer_lens_lite.config import closest, names_the_nearest
 from transformer_lens_lite.decoding import Criterion, Ending, Generation, repeated
 from transformer_lens_lite.kv_cache import KeyValueCache
+from transformer_lens_lite.nearest import closest, names_the_nearest
 from transformer_lens_lite.sampling import Number, Processor, Sampling, is_count, is_number
 from transformer_lens_lite.streaming import streamed
 from transformer_lens_lite.tokens import is_chat, is_text

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.utilities import is_lower_triangular
 
 ERROR_MEASURES = ("mul", "abs")

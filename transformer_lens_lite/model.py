@@ -27,13 +27,14 @@ from transformer_lens_lite.components.embed import (
     build_unembed,
 )
 from transformer_lens_lite.components.norm import build_norm
-from transformer_lens_lite.config import HookedTransformerConfig, closest
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.generate import GenerationMethods
 from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise, parameters_come_later
 from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
 from transformer_lens_lite.module_paths import outputs_by_module
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.prefixes import PrefixMethods
 from transformer_lens_lite.root_module import NamedHooks, UnknownHookError
 from transformer_lens_lite.steps import Pos, StepContext, When, running

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 

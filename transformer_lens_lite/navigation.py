@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformer_lens_lite.capture import ARGUMENTS, INPUT
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 
 
 class Node:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.patch_engine import Edit, Metric, PatchEngine
 from transformer_lens_lite.utils import get_act_name
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from transformer_lens_lite.capture import CaptureSpec, Recorder
-from transformer_lens_lite.config import closest
 from transformer_lens_lite.hooks import (
     Attachment,
     Both,
@@ -29,6 +28,7 @@ from transformer_lens_lite.hooks import (
     Limits,
     check_hook,
 )
+from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.steps import Pos, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
 

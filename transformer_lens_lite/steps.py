@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 
 Phase = Literal["prefill", "decode"]
 # "all", "prefill", "decode"; a step, a slice or a list of steps; a predicate on the StepContext

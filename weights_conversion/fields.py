@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from transformer_lens_lite.config import ACTIVATIONS, HookedTransformerConfig, closest
+from transformer_lens_lite.config import HookedTransformerConfig
+from transformer_lens_lite.config_checks import ACTIVATIONS
+from transformer_lens_lite.nearest import closest
 
 _REQUIRED: Any = object()
 _OFF: tuple[Any, ...] = (None, False, [], {})  # what a field holds when its feature is not used

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from transformer_lens_lite.compat.names import HOME, MODULES, NOT_OFFERED, WHOLE
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 
 PACKAGE = "transformer_lens_lite"
 

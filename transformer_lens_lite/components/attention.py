@@ -22,10 +22,11 @@ from transformer_lens_lite.components.storage import (
     out_projection,
     transposed,
 )
-from transformer_lens_lite.config import AttentionSpec, HookedTransformerConfig, NormSpec
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.factored_matrix import FactoredMatrix
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
 from transformer_lens_lite.kv_cache import Segment
+from transformer_lens_lite.specs import AttentionSpec, NormSpec
 
 NO_MATRIX = (
     "latent attention has no QK or OV matrix: a norm stands between the stream and what keys and "

@@ -8,8 +8,9 @@ from transformer_lens_lite.components.context import ForwardContext
 from transformer_lens_lite.components.mlp import MLP, GatedMLP
 from transformer_lens_lite.components.moe import MixtureOfExperts
 from transformer_lens_lite.components.norm import build_norm
-from transformer_lens_lite.config import BlockSpec, HookedTransformerConfig, MLPSpec, MoESpec
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
+from transformer_lens_lite.specs import BlockSpec, MLPSpec, MoESpec
 
 Residual = Float[Tensor, "batch pos d_model"]
 

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.components.rotary import Turn, inverse_frequencies
-from transformer_lens_lite.config import Alibi, AttentionSpec, QueryGrowth, RotarySpec
 from transformer_lens_lite.kv_cache import KeyValueCache, Segment
+from transformer_lens_lite.specs import Alibi, AttentionSpec, QueryGrowth, RotarySpec
 
 T = TypeVar("T")
 

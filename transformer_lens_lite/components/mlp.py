@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformer_lens_lite.components.activations import build_activation
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.components.storage import transposed
-from transformer_lens_lite.config import HookedTransformerConfig, MLPSpec
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.specs import MLPSpec
 
 
 class MLP(Component):

@@ -9,8 +9,9 @@ from transformer_lens_lite.components.activations import build_activation
 from transformer_lens_lite.components.mlp import MLP, GatedMLP
 from transformer_lens_lite.components.norm import widened
 from transformer_lens_lite.components.storage import transposed
-from transformer_lens_lite.config import HookedTransformerConfig, MoESpec, RouterSpec
+from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
+from transformer_lens_lite.specs import MoESpec, RouterSpec
 
 Scores = Float[Tensor, "batch pos expert"]
 Chosen = Int[Tensor, "batch pos top_k"]

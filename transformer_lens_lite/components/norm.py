@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from transformer_lens_lite.config import NormSpec
 from transformer_lens_lite.hooks import Absent, Component, HookPoint
+from transformer_lens_lite.specs import NormSpec
 
 
 def widened(x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.config import RotarySpec
+from transformer_lens_lite.specs import RotarySpec
 
 
 @lru_cache(maxsize=256)
