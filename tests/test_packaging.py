@@ -4,14 +4,25 @@ Each test runs a fresh interpreter, since this one has long imported the package
 shape checks that pytest adds.
 """
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from collections import defaultdict
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # One worker for all of them: the archives are built once, and the CPU time is measured on its own.
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -59,14 +70,51 @@ def wheel(
 
 
 @pytest.fixture(scope="module")
-def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(project_root: Path) -> dict[str, Any]:
+    """What pyproject.toml says of the package."""
+    whole: dict[str, Any] = tomllib.loads((project_root / "pyproject.toml").read_text())
+    return dict(whole["project"])
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This environment's packages without ours, as links."""
-    folder = tmp_path_factory.mktemp("dependencies")
+    folder = tmp_path_factory.mktemp("environment")
     for site in [Path(p) for p in sys.path if p.endswith(("site-packages", "dist-packages"))]:
         for entry in site.iterdir():
             link = folder / entry.name
             if not entry.name.startswith(PACKAGES) and not link.exists():
                 link.symlink_to(entry)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory, project: dict[str, Any]) -> Path:
+    """What an install brings along, as links: the required packages and what they require."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    waiting = [Requirement(line) for line in project["dependencies"]]
+    found = set()
+    while waiting:
+        wanted = waiting.pop()
+        extras = wanted.extras or {""}
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
+        try:
+            package = metadata.distribution(wanted.name)
+        except metadata.PackageNotFoundError:
+            continue  # CUDA's, which torch for CPUs names and does not have
+        if (wanted.name, frozenset(extras)) in found:
+            continue
+        found.add((wanted.name, frozenset(extras)))
+        for requirement in map(Requirement, package.requires or ()):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                requirement.marker = None
+                waiting.append(requirement)
+        for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.exists():
+                link.symlink_to(Path(str(package.locate_file(top))))
     return folder
 
 
@@ -108,6 +156,49 @@ def test_wheel_imports_where_only_its_dependencies_are(
     assert version == wheel.name.split("-")[1]
 
 
+EVERYTHING = """
+import importlib.util, pkgutil
+import transformer_lens_lite, weights_conversion
+
+for package in (transformer_lens_lite, weights_conversion):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith(("__main__", "as_transformer_lens")):
+            importlib.import_module(module.name)
+for name in ("plotly", "pandas", "datasets", "pytest", "beartype"):
+    assert importlib.util.find_spec(name) is None, name
+model = transformer_lens_lite.HookedTransformer.from_pretrained("tiny-lens", device="cpu")
+print(model.generate("When Mary and John went to the", max_new_tokens=2, do_sample=False))
+"""
+
+
+def test_the_model_in_the_box_speaks_where_only_the_required_packages_are(
+    dependencies: Path, project_root: Path, tmp_path: Path
+) -> None:
+    """Every module can be imported there: nothing that is imported on the way is missing."""
+    env = {"PYTHONPATH": os.pathsep.join([str(project_root), str(dependencies)])}
+    said = run(sys.executable, "-S", "-c", EVERYTHING, cwd=tmp_path, env=env)
+    assert said.startswith("When Mary and John went to the ")
+
+
+def test_an_editable_install_is_the_checkout(
+    project_root: Path, environment: Path, dependencies: Path, tmp_path: Path
+) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
+    python = str(tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
+    install = (sys.executable, "-m", "pip", "--python", python, "install", *options)
+    env = {"PYTHONPATH": str(environment)}  # hatchling is there
+    run(*install, "--editable", str(project_root), cwd=tmp_path, env=env)
+    probe = (
+        "import importlib.metadata, transformer_lens_lite as a, weights_conversion as b; "
+        "assert a.__version__ == importlib.metadata.version('transformer_lens_lite'); "
+        "print(a.__file__, b.__file__, sep='\\n')"
+    )
+    files = run(python, "-c", probe, cwd=tmp_path, env={"PYTHONPATH": str(dependencies)})
+    folders = [Path(file).parent for file in files.splitlines()]
+    assert folders == [project_root / package for package in PACKAGES]
+
+
 @pytest.mark.parametrize("first", PACKAGES)
 def test_a_bare_checkout_imports(
     first: str, project_root: Path, dependencies: Path, tmp_path: Path
@@ -116,6 +207,62 @@ def test_a_bare_checkout_imports(
     version, folders = where_it_imports_from(project_root, dependencies, tmp_path, first)
     assert folders == [project_root / package for package in PACKAGES]
     assert version  # nothing to read it from, and still not an error
+
+
+# --- what is declared -----------------------------------------------------------------------------
+
+
+def imported(project_root: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Packages of others and who imports them: when a module is imported, and later."""
+    at_once: dict[str, set[str]] = defaultdict(set)
+    late: dict[str, set[str]] = defaultdict(set)
+    for package in PACKAGES:
+        for path in (project_root / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            inner = {
+                id(node)
+                for function in ast.walk(tree)
+                if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+                for node in ast.walk(function)
+            }
+            for node in ast.walk(tree):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module or ""]
+                for name in {name.partition(".")[0] for name in names}:
+                    if name not in {*sys.stdlib_module_names, *PACKAGES}:
+                        where = late if id(node) in inner else at_once
+                        where[name].add(str(path.relative_to(project_root)))
+    return at_once, late
+
+
+def declared(lines: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+
+def test_every_package_that_is_imported_is_declared(
+    project: dict[str, Any], project_root: Path
+) -> None:
+    """Required, or, where a function asks for it, in an extra for users; and none for nothing."""
+    required = declared(project["dependencies"])
+    of_users = {"plot", "dataframes", "datasets", "wandb"}
+    extras = declared(sum((project["optional-dependencies"][name] for name in of_users), []))
+    at_once, late = imported(project_root)
+    missing = {name: who for name, who in at_once.items() if name not in required}
+    assert missing == {}
+    assert {name: who for name, who in late.items() if name not in required | extras} == {}
+    assert required == (at_once.keys() | late.keys()) - extras
+    assert extras == late.keys() - required
+    assert {"torch", "numpy", "jaxtyping"} <= at_once.keys()
+
+
+def test_report_158_nothing_is_pinned(project: dict[str, Any]) -> None:
+    """A cap in a library is somebody else's unsolvable environment."""
+    lines = sum(project["optional-dependencies"].values(), list(project["dependencies"]))
+    for requirement in map(Requirement, lines):
+        assert {each.operator for each in requirement.specifier} <= {">="}, str(requirement)
 
 
 # --- the import -----------------------------------------------------------------------------------
