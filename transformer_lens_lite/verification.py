@@ -7,7 +7,7 @@ names: the row that maps `…q_proj.weight` to `W_Q` says that the output of tha
 So it works for families a user registers, and names the first place at which the two part.
 """
 
-import copy
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from os import PathLike
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from transformer_lens_lite.config import parse_dtype
 from transformer_lens_lite.loading import BOXED, as_checkpoint
 from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.nearest import names_the_nearest
 from transformer_lens_lite.utils import lm_cross_entropy_loss
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary. After that, Mary"
@@ -45,7 +46,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. Errors are the largest difference over the largest value of theirs."""
+    """What `verify` found. Errors are the largest difference over the largest value of theirs; NaN
+    where either side has one."""
 
     family: str
     dtype: torch.dtype
@@ -54,8 +56,12 @@ class Verification:
     places: dict[str, Place]
     logits: float  # of a model without an unembedding: its last residual stream
     loss: float | None  # difference, nats; None for models that see both ways
+    their_loss: float | None
     greedy: int  # tokens that agree …
     of_greedy: int  # … of these
+    # Where they part, how far our token is behind the best by their logits, over the largest of
+    # these; 0 when all agree. A near tie is decided by one rounding error.
+    greedy_gap: float
     n_layers: int
 
     @property
@@ -64,15 +70,33 @@ class Verification:
         return next((name for name, e in self.errors.items() if not e <= self.tolerance), None)
 
     @property
+    def differing(self) -> list[str]:
+        """What is not equal up to the tolerance, of "places", "logits", "loss" and "greedy".
+
+        The loss may differ by the tolerance times itself, or times one nat where it is smaller;
+        greedy tokens where their logits are no further apart than the tolerance.
+        """
+        found = [] if self.first_difference is None else ["places"]
+        if not self.logits <= self.tolerance:
+            found.append("logits")
+        if self.loss is not None and self.their_loss is not None:
+            if not self.loss <= self.tolerance * max(1.0, self.their_loss):
+                found.append("loss")
+            if not self.greedy_gap <= self.tolerance:
+                found.append("greedy")
+        return found
+
+    @property
     def passed(self) -> bool:
-        """Whether everything inside and the logits are equal up to the tolerance. (Greedy tokens
-        are reported only: at a near tie one rounding error decides.)"""
-        return self.first_difference is None and self.logits <= self.tolerance
+        """Whether everything inside, logits, loss and greedy tokens are equal up to the
+        tolerance."""
+        return not self.differing
 
     def of_layer(self, layer: int) -> float | None:
         """The largest error inside one layer; None when nothing in it was compared."""
         prefix = f"blocks.{layer}."
-        return max((e for name, e in self.errors.items() if name.startswith(prefix)), default=None)
+        errors = [e for name, e in self.errors.items() if name.startswith(prefix)]
+        return max(errors, key=lambda e: math.inf if math.isnan(e) else e, default=None)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -89,14 +113,20 @@ class Verification:
         if self.passed:
             lines.append(f"equal up to {self.tolerance:.0e}")
         else:
-            first = self.first_difference
-            where = "the logits"
-            if first is not None:
-                where = f"{self.places[first]} ({self.errors[first]:.1e})"
-            lines.append(f"NOT equal up to {self.tolerance:.0e}; they part first at {where}")
+            lines.append(f"NOT equal up to {self.tolerance:.0e}; they part first at {self._where}")
         return "\n".join(lines)
 
+    @property
+    def _where(self) -> str:
+        first = self.first_difference
+        if first is not None:
+            return f"{self.places[first]} ({self.errors[first]:.1e})"
+        if self.differing[0] == "greedy":
+            return f"the greedy tokens, by {self.greedy_gap:.1e} of the largest logit"
+        return f"the {self.differing[0]}"
 
+
+@names_the_nearest
 @torch.no_grad()
 def verify(
     model: str | PathLike[str] | nn.Module,
@@ -115,10 +145,10 @@ def verify(
         tokens: [batch, pos]; by default a sentence, or random ids when there is no tokenizer.
         n_greedy: how many tokens both continue by.
         tolerance: relative error up to which they count as equal (default: by dtype).
-    Raises: ValueError when the checkpoint cannot be loaded, or the model was processed.
+    Raises: ValueError when the checkpoint cannot be loaded, or the model was processed; it and
+        TypeError, before anything is loaded, for arguments that are none.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}")
+    check_arguments(tokens, n_greedy, tolerance)
     ours, theirs = both(model, parse_dtype(dtype))
     tokens = tokens_for(ours) if tokens is None else ours.input_to_embed(tokens)[1]  # checked
     if tokens.shape[0] < 1 or tokens.shape[1] < 2:
@@ -129,6 +159,21 @@ def verify(
         return compared(ours, theirs, tokens, n_greedy, tolerance)
     finally:
         theirs.train(was_training)
+
+
+def check_arguments(tokens: Any, n_greedy: Any, tolerance: Any) -> None:
+    """TypeError or ValueError for what `verify` cannot use."""
+    if isinstance(n_greedy, bool) or not isinstance(n_greedy, int):
+        raise TypeError(f"n_greedy must be an integer, got {n_greedy!r}")
+    if n_greedy < 0:
+        raise ValueError(f"n_greedy must be at least 0, got {n_greedy}")
+    if tolerance is not None:
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
+            raise TypeError(f"tolerance must be a number, got {tolerance!r}")
+        if not (tolerance >= 0 and math.isfinite(tolerance)):
+            raise ValueError(f"tolerance must be a finite number of at least 0, got {tolerance!r}")
+    if tokens is not None and not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor [batch, pos], got a {type(tokens).__name__}")
 
 
 def compared(
@@ -158,11 +203,15 @@ def compared(
     errors = {
         name: relative_error(cache[name], seen[name]) for name in ours.hook_dict if name in seen
     }
-    loss, equal, of = None, 0, 0
+    loss, their_loss, equal, of, gap = None, None, 0, 0, 0.0
     if ours.is_causal:
-        mine, other = (float(lm_cross_entropy_loss(x.float(), tokens)) for x in (end, their_end))
-        loss = abs(mine - other)
-        equal, of = greedy_agreement(ours, theirs, tokens, n_greedy)
+        mine, their_loss = (
+            float(lm_cross_entropy_loss(x.float(), tokens)) for x in (end, their_end)
+        )
+        loss = abs(mine - their_loss)
+        # without numbers there is nothing to continue by
+        if bool(end.isfinite().all()) and bool(their_end.isfinite().all()):
+            equal, of, gap = greedy_agreement(ours, theirs, tokens, n_greedy)
     return Verification(
         family=table.architecture.model_type,
         dtype=width,
@@ -171,8 +220,10 @@ def compared(
         places=places,
         logits=relative_error(end, their_end),
         loss=loss,
+        their_loss=their_loss,
         greedy=equal,
         of_greedy=of,
+        greedy_gap=gap,
         n_layers=ours.cfg.n_layers,
     )
 
@@ -181,6 +232,9 @@ def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
     """(ours, Hugging Face's) of the same checkpoint."""
     load = HookedTransformer.from_pretrained_no_processing
     if isinstance(model, HookedTransformer):
+        if not is_in_transformers(model):
+            kind = model.cfg.original_architecture
+            raise ValueError(f"transformers has no class for a {kind}: nothing to compare with")
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             theirs = hugging_face(folder, model.W_E.dtype, model)
@@ -191,9 +245,14 @@ def both(model: Any, dtype: torch.dtype) -> tuple[HookedTransformer, Any]:
         return load(hf_model=model, dtype=model.dtype, device=model.device), model
     ours = load(model, dtype=dtype)
     place = BOXED.get(str(model), model)
-    if ours.checkpoint_config is None or not as_checkpoint(ours)[1].architecture.in_transformers:
+    if ours.checkpoint_config is None or not is_in_transformers(ours):
         raise ValueError(f"{model} is not in a format of Hugging Face's: nothing to compare with")
     return ours, hugging_face(place, dtype, ours).to(ours.W_E.device)
+
+
+def is_in_transformers(model: HookedTransformer) -> bool:
+    """Whether Hugging Face has a class for what the model is as a checkpoint."""
+    return bool(as_checkpoint(model)[1].architecture.in_transformers)
 
 
 def hugging_face(place: str | PathLike[str], dtype: torch.dtype, ours: HookedTransformer) -> Any:
@@ -312,29 +371,57 @@ def run_theirs(
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """max |ours - theirs| / max |theirs|, whatever the grouping into heads; infinite when sizes
-    differ."""
+    differ, NaN when either has one."""
     if ours.numel() != theirs.numel():
         return float("inf")
     a, b = ours.double().reshape(-1), theirs.double().reshape(-1)
-    error = (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
-    return float("inf") if bool(error.isnan()) else float(error)
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
 def greedy_agreement(
     ours: HookedTransformer, theirs: Any, tokens: Tensor, n: int
-) -> tuple[int, int]:
-    """How many new tokens agree before the first that does not, over all rows; and of how many."""
+) -> tuple[int, int, float]:
+    """How many new tokens agree before the first that does not, over all rows; of how many; and
+    `Verification.greedy_gap`, the largest of the rows'."""
     n = min(n, ours.cfg.n_ctx + 1 - tokens.shape[1])
     if n < 1:
-        return 0, 0
-    mine = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)
-    mask, given = torch.ones_like(tokens), theirs.generation_config
-    # not as an argument: what is None there is taken from the model's own
-    theirs.generation_config = copy.deepcopy(given)
-    theirs.generation_config.update(eos_token_id=None, pad_token_id=0)
+        return 0, 0, 0.0
+    other, logits = their_greedy(theirs, tokens, n)
+    if not bool(logits.isfinite().all()):
+        return 0, tokens.shape[0] * n, math.nan
     try:
-        other = theirs.generate(tokens, attention_mask=mask, max_new_tokens=n, do_sample=False)
+        whole = ours.generate(tokens, n, do_sample=False, stop_at_eos=False, verbose=False)
+    except ValueError:  # of logits that are none: everything else was there for the first token
+        return 0, tokens.shape[0] * n, math.nan
+    mine = whole[:, tokens.shape[1] :]
+    equal = (mine == other).long().cumprod(1).sum(1)
+    gap = 0.0
+    for row, first in enumerate(equal.tolist()):
+        if first < n:
+            at = logits[row, first]
+            behind = at.max() - at[mine[row, first]]
+            gap = max(gap, float(behind / at.abs().max().clamp_min(1e-30)))
+    return int(equal.sum()), mine.numel(), gap
+
+
+def their_greedy(
+    theirs: Any, tokens: Tensor, n: int
+) -> tuple[Int[Tensor, "batch new"], Float[Tensor, "batch new d_vocab"]]:
+    """Hugging Face's own continuation by the largest logits alone, and these."""
+    given = theirs.generation_config
+    # Not as arguments: what is None there is taken from the model's own, which may hold an end of
+    # text, penalties and more.
+    theirs.generation_config = type(given)(pad_token_id=0)
+    try:
+        found = theirs.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=n,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     finally:
         theirs.generation_config = given
-    same = (mine == other)[:, tokens.shape[1] :].long().cumprod(1)
-    return int(same.sum()), same.numel()
+    new = found.sequences[:, tokens.shape[1] :]
+    return new, torch.stack([step.float() for step in found.logits], 1)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from transformer_lens_lite.config import closest
+from transformer_lens_lite.nearest import closest
 from weights_conversion.table import Architecture
 
 _ENCODER_DECODER = "it is an encoder-decoder"

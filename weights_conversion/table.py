@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
+from einops import EinopsError, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.config_checks import fields_needing
+from transformer_lens_lite.nearest import closest
 from weights_conversion.fields import Reading
 
 AnyShape = Float[Tensor, "..."]
@@ -157,6 +158,8 @@ def _sides(pattern: str) -> tuple[str, str]:
 
 
 def _length(letter: str, sizes: Mapping[str, int]) -> int:
+    if not letter.isdigit() and letter not in sizes:
+        raise ValueError(f"a pattern has {letter!r}, which is no size: {', '.join(sizes)}")
     return int(letter) if letter.isdigit() else sizes[letter]
 
 
@@ -171,7 +174,13 @@ def shape_of(side: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _apply(x: AnyShape, source: str, target: str, sizes: Mapping[str, int]) -> AnyShape:
     letters = set(re.findall("[a-z]", source)) & set(sizes)
-    return rearrange(x, f"{source} -> {target}", **{name: sizes[name] for name in letters})
+    try:
+        return rearrange(x, f"{source} -> {target}", **{name: sizes[name] for name in letters})
+    except EinopsError as error:
+        why = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(
+            f"the pattern '{source} -> {target}' does not fit {list(x.shape)}: {why}"
+        ) from error
 
 
 # --- one row at one layer -----------------------------------------------------------------------
@@ -365,6 +374,12 @@ class Architecture:
         fields = {"original_architecture": self.hf_class, **self.read_config(reading)}
         if architectures := reading.names("architectures"):
             fields["original_architecture"] = architectures[0]
+        if unknown := sorted(set(fields) - set(HookedTransformerConfig.__dataclass_fields__)):
+            raise ValueError(
+                f"the table of {self.model_type!r} sets {unknown[0]!r}, which is no field of "
+                f"HookedTransformerConfig."
+                f"{closest(unknown[0], HookedTransformerConfig.__dataclass_fields__)}"
+            )
         try:
             cfg = HookedTransformerConfig(**{**fields, **overrides})
         except ValueError as error:
@@ -506,7 +521,11 @@ class Table:
         found = self.locate(source.names())
         for placed in self.maps:
             tensors = [self._read(source, found[name], placed.hf_shape) for name in placed.hf]
-            yield from zip(placed.native, placed.to_native(tensors), strict=True)
+            try:
+                made = placed.to_native(tensors)
+            except ValueError as error:  # a mistake in the row: the shape is what it says
+                raise ValueError(f"{self.family} table, row {placed.row.hf}: {error}") from error
+            yield from zip(placed.native, made, strict=True)
         for row in self.tied:
             if row.hf in found and not row.unread:  # both names are in the checkpoint
                 _check_tied(source, found[row.source], found[row.hf])
