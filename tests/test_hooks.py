@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_lens_lite import HookedTransformer
+from transformer_lens_lite import CaptureSpec, HookedTransformer
 from transformer_lens_lite.components import LayerNorm
 from transformer_lens_lite.hooks import HookPoint
+from transformer_lens_lite.root_module import UnknownHookError
 from transformer_lens_lite.specs import NormSpec
 
 OPTIONAL = {"hook_tokens", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input"}
@@ -1332,3 +1333,71 @@ def test_parameters_follow_every_way_of_replacing_them():
     norm._parameters.clear()
     assert not hasattr(norm, "w")
     assert not hasattr(norm, "b")
+
+
+# --- points a forward does not come to ------------------------------------------------------------
+
+STREAM = torch.randn(2, 5, native.config("plain").d_model)
+UNREACHED: list[tuple[Any, str, str, dict[str, Any]]] = [
+    (native.tokens(), "blocks.1.hook_resid_post", "stop_at_layer=1", {"stop_at_layer": 1}),
+    (native.tokens(), "blocks.1.hook_resid_post", "stop_at_layer=-1", {"stop_at_layer": -1}),
+    (native.tokens(), "ln_final.hook_normalized", "stop_at_layer=2", {"stop_at_layer": 2}),
+    (STREAM, "hook_embed", "start_at_layer=0", {"start_at_layer": 0}),
+    (STREAM, "blocks.0.hook_resid_pre", "start_at_layer=1", {"start_at_layer": 1}),
+    (STREAM, "hook_pos_embed", "start_at_layer=1", {"start_at_layer": 1}),
+]
+
+
+@pytest.mark.parametrize(("given", "name", "why", "arguments"), UNREACHED)
+def test_a_point_the_forward_does_not_come_to_is_named_before_anything_runs(
+    given: Any, name: str, why: str, arguments: dict[str, Any]
+) -> None:
+    model = native.build("plain")
+    ran: list[str] = []
+    model.add_hook(lambda name: True, lambda act, hook: ran.append(hook.name))
+    message = f"{name}.* not reached with {why}"
+    for names in (name, [name], [name], lambda each: each == name):
+        with pytest.raises(UnknownHookError, match=message):
+            model.run_with_cache(given, names_filter=names, **arguments)
+    with pytest.raises(UnknownHookError, match=message):
+        model.run_with_cache(given, names_filter=CaptureSpec(name), **arguments)
+    with pytest.raises(UnknownHookError, match=message):
+        model.run_with_hooks(given, fwd_hooks=[(name, lambda act, hook: None)], **arguments)
+    with pytest.raises(UnknownHookError, match=message):
+        model.run_with_hooks(given, bwd_hooks=[(name, lambda act, hook: None)], **arguments)
+    start, stop = arguments.get("start_at_layer"), arguments.get("stop_at_layer")
+    rest = ("logits", False, None, None, start, None, None, None, stop)  # by their places
+    with pytest.raises(UnknownHookError, match=message):
+        model.run_with_cache(given, *rest, names_filter=name)
+    assert not ran
+    assert all(len(point.fwd_hooks) <= 1 for point in model.hook_points())
+
+
+def test_what_a_forward_comes_to_in_part_is_no_error() -> None:
+    model = native.build("plain")
+    _, cache = model.run_with_cache(native.tokens(), names_filter="resid_post", stop_at_layer=1)
+    assert list(cache) == ["blocks.0.hook_resid_post"]
+    seen: list[str] = []
+    model.run_with_hooks(
+        STREAM,
+        fwd_hooks=[("blocks.*.hook_resid_pre", lambda act, hook: seen.append(hook.name))],
+        start_at_layer=1,
+    )
+    assert seen == ["blocks.1.hook_resid_pre"]
+    _, cache = model.run_with_cache(STREAM, start_at_layer=1, stop_at_layer=1)
+    assert not len(cache)
+    shortformer = native.build("shortformer")
+    _, cache = shortformer.run_with_cache(
+        STREAM, start_at_layer=1, stop_at_layer=2, names_filter="hook_pos_embed"
+    )
+    assert list(cache) == ["hook_pos_embed"]
+
+
+def test_the_unembedding_is_not_reached_without_logits() -> None:
+    model = native.build("unembed_transform")
+    names = [name for name in model.hook_dict if name.startswith("unembed")]
+    assert names
+    for return_type in (None, "residual"):
+        with pytest.raises(UnknownHookError, match=f"return_type={return_type!r}"):
+            model.run_with_cache(native.tokens(), return_type=return_type, names_filter=names[0])
+    model.run_with_cache(native.tokens(), names_filter=names[0])

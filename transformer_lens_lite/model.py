@@ -1,7 +1,8 @@
 """HookedTransformer: a decoder whose every intermediate value has a name."""
 
+import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -348,6 +349,46 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         from transformer_lens_lite.plot import model_html
 
         return model_html(self)
+
+    # -- what a forward pass comes to --
+
+    def stage(self, name: str) -> int:
+        """The layer a hook point or module is in; -1 before the first, `n_layers` behind the
+        last."""
+        room, _, rest = name.partition(".")
+        if room == "blocks":
+            return int(rest.partition(".")[0])
+        return self.cfg.n_layers if room in ("ln_final", "unembed") else -1
+
+    def unreached_by(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[str], str | None] | None:
+        """See `HookedRootModule.unreached_by`."""
+        given = kwargs
+        if len(args) > 1:
+            given = inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
+        start, stop = given.get("start_at_layer"), given.get("stop_at_layer")
+        has_logits = given.get("return_type", "logits") not in (None, "residual")
+        if start is stop is None and has_logits:
+            return None
+        layers = self._layer_range(start, stop)
+        # where positions join queries and keys, a forward that starts in the middle makes them too
+        is_shortformer = self.cfg.positional_embedding_type == "shortformer"
+        makes_positions = is_shortformer and given.get("shortformer_pos_embed") is None
+
+        def unreached(name: str) -> str | None:
+            stage = self.stage(name)
+            if start is not None and stage < layers.start:
+                if makes_positions and name.partition(".")[0] in ("pos_embed", "hook_pos_embed"):
+                    return None
+                return f"start_at_layer={start}"
+            if stop is not None and stage >= layers.stop:
+                return f"stop_at_layer={stop}"
+            if name.startswith("unembed") and not has_logits:
+                return f"return_type={given['return_type']!r}"
+            return None
+
+        return unreached
 
     # -- what a forward pass needs to know first --
 

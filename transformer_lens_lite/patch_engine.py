@@ -95,8 +95,8 @@ class PatchEngine:
         self.batch, self.n_pos = self.tokens.shape
         self.reuses_nothing = model.edits_are_live()
         streams = [f"blocks.{layer}.hook_resid_pre" for layer in range(self.n_layers)]
-        inside = [name for name in wanted if self.stage(name) < self.n_layers]
-        behind = [name for name in wanted if self.stage(name) == self.n_layers]
+        inside = [name for name in wanted if self.model.stage(name) < self.n_layers]
+        behind = [name for name in wanted if self.model.stage(name) == self.n_layers]
         with model.hooks([(name, only_listen) for name in heard if name in model.hook_dict]):
             final, values = model.run_with_cache(
                 self.tokens,
@@ -115,14 +115,6 @@ class PatchEngine:
         self._prefixes: dict[int, KeyValueCache | None] = {0: None}
 
     # -- about points --
-
-    def stage(self, name: str) -> int:
-        """The layer a point is in; -1 before the first, and the number of layers behind the
-        last."""
-        parts = name.split(".")
-        if parts[0] == "blocks":
-            return int(parts[1])
-        return self.n_layers if parts[0] in ("ln_final", "unembed") else EMBEDDING
 
     def pos_axis(self, name: str) -> int:
         """Which axis counts positions. ValueError where none does."""
@@ -177,7 +169,7 @@ class PatchEngine:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         for name in observe:
-            if name not in self.base or not 0 <= self.stage(name) < self.n_layers:
+            if name not in self.base or not 0 <= self.model.stage(name) < self.n_layers:
                 raise ValueError(f"{name!r} cannot be observed: name a point inside a layer first")
         planned = [self.planned(number, edits) for number, edits in enumerate(cells)]
         stop = self.n_layers if stop_at_layer is None else stop_at_layer
@@ -215,7 +207,7 @@ class PatchEngine:
             axis = self.pos_axis(edit.name)
             columns = edit.index[axis] if axis < len(edit.index) else slice(None)
             begins.append(first_of(columns, self.n_pos, edit.name))
-            layers.append(self.stage(edit.name))
+            layers.append(self.model.stage(edit.name))
         first = min(begins) if self.model.is_causal else 0
         return Cell(number, tuple(edits), min(layers), first)
 
@@ -348,7 +340,7 @@ class Bunch:
         engine = self.engine
         n = len(rows) // engine.batch
         active = enumerate(self.cells[:n])
-        seen_here = [name for name in self.observe if engine.stage(name) == stage]
+        seen_here = [name for name in self.observe if engine.model.stage(name) == stage]
         hooks = [
             *editing_hooks(active, engine.batch, n, self.first, engine, stage),
             *observing_hooks(seen_here, self.seen, engine.batch, n),
@@ -373,7 +365,7 @@ class Bunch:
 
     def _logits(self, shared: "ManyLogits", place: int, cell: Cell) -> Tensor:
         engine = self.engine
-        behind = [edit for edit in cell.edits if engine.stage(edit.name) == engine.n_layers]
+        behind = [edit for edit in cell.edits if engine.model.stage(edit.name) == engine.n_layers]
         if not behind:
             return LazyLogits(shared, place)
         joined = cell.layer < engine.n_layers
@@ -413,7 +405,7 @@ def editing_hooks(
     by_name: dict[str, list[tuple[int, Index, Any]]] = {}
     for place, cell in cells:
         for edit in cell.edits:
-            if stage is None or engine.stage(edit.name) == stage:
+            if stage is None or engine.model.stage(edit.name) == stage:
                 index = shifted(edit.index, engine.pos_axis(edit.name), first, engine.n_pos)
                 by_name.setdefault(edit.name, []).append((place, index, edit.value))
 

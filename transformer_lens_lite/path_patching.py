@@ -76,7 +76,7 @@ def path_patch(
     direct = [frozen_but(engine, cell, source, frozen) for cell in cells]
     if not into:
         return engine.metrics(direct, metric, batch_size, verbose)
-    last = max(engine.stage(name) for name in received)
+    last = max(engine.model.stage(name) for name in received)
     arrived: list[list[Edit]] = [[] for _ in cells]
     for outcome in engine.run(direct, received, last + 1, batch_size):
         arrived[outcome.number] = [
@@ -98,7 +98,7 @@ def frozen_but(
     held = [
         Edit(name, (slice(None), columns), engine.base[name][:, columns])
         for name in frozen
-        if engine.stage(name) >= begin.layer
+        if engine.model.stage(name) >= begin.layer
     ]
     return held + sent if sent else []
 

@@ -8,7 +8,7 @@ import fnmatch
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -148,9 +148,8 @@ class HookedRootModule(Component):
             layers: a number, a sequence or a slice: only what lies in these blocks.
         Raises: UnknownHookError for what selects nothing; ValueError for a layer that is not there.
         """
-        several = isinstance(names, list | tuple | set | frozenset) and not is_name_and_layer(names)
         found: set[str] = set()
-        for each in names if several else [names]:
+        for each in one_by_one(names):
             module = self._module_meant_by(each)
             found.update(self.resolve_names(each) if module is None else [module])
         chosen = [name for name in (*self.hook_dict, *self.mod_dict) if name in found]
@@ -185,6 +184,14 @@ class HookedRootModule(Component):
                 f"{list(self.hook_dict)[:3]}"
             )
         return blanket or matching
+
+    def unreached_by(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[str], str | None] | None:
+        """Whether a forward with these arguments comes to a point or module: None where it comes
+        to all, else a function from a name to the argument that keeps the forward from it, or
+        None."""
+        return None
 
     # -- attaching --
 
@@ -366,7 +373,14 @@ class HookedRootModule(Component):
 
         Backward hooks see the gradients of this forward, whenever they are computed; with
         `reset_hooks_end=False` they, like the others, stay for further forwards too.
+
+        Raises: UnknownHookError for a name that selects nothing, or nothing this forward comes to.
         """
+        if (unreached := self.unreached_by(model_args, model_kwargs)) is not None:
+            for pair in fwd_hooks:
+                refuse([each.name for each in self.attachments([pair], "fwd")], unreached)
+            for pair in bwd_hooks:
+                refuse([each.name for each in self.attachments([pair], "bwd")], unreached)
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*model_args, **model_kwargs)
 
@@ -491,12 +505,19 @@ class HookedRootModule(Component):
 
         With `incl_bwd` the output must be a scalar; it is differentiated, and gradients are kept
         under name + "_grad". The other arguments: see `get_caching_hooks`.
+
+        Raises: UnknownHookError for names that select nothing, or nothing this forward comes to.
         """
         spec = CaptureSpec.of(names_filter, device=device, incl_bwd=incl_bwd or None)
         columns = None if pos_slice is None else Slice.unwrap(pos_slice)
         # hooks that stay go on filling one dictionary
         into: dict[str, Any] | None = None if reset_hooks_end else {}
         recorder = Recorder(self, spec, columns, remove_batch_dim, into)
+        unreached = self.unreached_by(model_args, model_kwargs)
+        if unreached is not None and (spec.names is not None or spec.layers is not None):
+            for each in one_by_one(spec.names):
+                meant = set(self.resolve_targets(each))
+                refuse([name for name in recorder.names if name in meant], unreached)
         with recorder.listening(reset_hooks_end=reset_hooks_end, clear_contexts=clear_contexts):
             output = self(*model_args, **model_kwargs)
             if incl_bwd:
@@ -526,6 +547,19 @@ def checked_pairs(pairs: Any, direction: Direction) -> Any:
                 f"[('blocks.0.hook_resid_pre', function)]; one of its items is {pair!r}"
             )
     return pairs
+
+
+def one_by_one(names: Any) -> Collection[Any]:
+    """The names, globs, predicates, modules … of a list of those, or the one that is given."""
+    several = isinstance(names, list | tuple | set | frozenset) and not is_name_and_layer(names)
+    return names if several else [names]
+
+
+def refuse(names: Sequence[str], unreached: Callable[[str], str | None]) -> None:
+    """UnknownHookError when something named these, and a forward comes to none of them."""
+    reasons = [unreached(name) for name in names]
+    if names and all(reasons):
+        raise UnknownHookError(f"{names[0]!r} is not reached with {reasons[0]}: nothing would fire")
 
 
 def is_name_and_layer(given: Any) -> bool:
