@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import encoders
@@ -333,50 +334,39 @@ def test_processing_leaves_log_probabilities_alone(name: str) -> None:
 def test_half_precision_is_no_further_from_fp32_than_hugging_face(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Mean distances over several weights: one run's largest is a matter of luck."""
-    ours: list[Tensor] = []
-    theirs: list[Tensor] = []
-    for seed in range(3):
+    """The median over several weights of (our distance / theirs): each is one sample of rounding.
+
+    Of ten weights the median is at most .98, but for gemma2, gpt_oss, codegen and gpt_neo, where it
+    is at most 1.005 of forty. One weight's deviation is .05, that of a median of five .03. Where a
+    token that rounding sends to another expert is far off, in either library, it is .3.
+    """
+    n_experts = load(tiny.build(name)).cfg.num_experts
+    size = torch.mean if n_experts is None else torch.median
+    ratios = []
+    for seed in range(5 if n_experts is None else 11):
         hf_half: nn.Module = hf_in(dtype, tiny.build(name, seed), tmp_path / "half")
         hf_wide = hf_in(torch.float32, hf_half, tmp_path / "wide")  # the same, rounded weights
         tokens = tiny.tokens(hf_half.config)
         exact = hf_run(hf_wide, tokens).logits
-        model = load(hf_half, dtype=dtype)
-        logits = model(tokens)
+        logits = load(hf_half, dtype=dtype)(tokens)
         assert logits.dtype == dtype
-        # a token that rounding sends to another expert is far off, in either library
-        size = torch.mean if model.cfg.num_experts is None else torch.median
-        ours.append(size((logits.float() - exact).abs()))
-        theirs.append(size((hf_run(hf_half, tokens).logits.float() - exact).abs()))
-    assert sum(ours) <= 1.1 * sum(theirs)
+        theirs = hf_run(hf_half, tokens).logits
+        errors = [size((x.float() - exact).abs()) for x in (logits, theirs)]
+        ratios.append(float(errors[0] / errors[1]))
+    assert median(ratios) <= 1.05
 
 
-CAST = [
-    *["llama", "llama_yarn", "llama_llama3", "llama_linear", "llama_longrope", "gemma3_linear"],
-    *[
-        "gpt2",
-        "gptj",
-        "bloom",
-        "mpt",
-        "falcon_alibi",
-        "gemma2",
-        "granite",
-        "gpt_oss",
-        "deepseek_v3",
-    ],
-]
-
-
-@pytest.mark.parametrize("name", CAST)
+@pytest.mark.parametrize("name", among(*_POSITIONS))
 @torch.no_grad()
 def test_report_021_loaded_in_half_precision_is_loaded_and_cast(name: str) -> None:
     """What is no weight (frequencies, slopes, multipliers) is made in fp32 either way."""
     hf_model = tiny.build(name)
     tokens = tiny.tokens(hf_model.config)
-    loaded = load(hf_model, dtype="bf16", **context_for(name))
-    cast = load(hf_model, **context_for(name)).to(torch.bfloat16)
-    assert loaded(tokens).dtype == torch.bfloat16
-    assert torch.equal(loaded(tokens), cast(tokens))
+    for dtype in (torch.bfloat16, torch.float16):
+        loaded = load(hf_model, dtype=dtype, **context_for(name))
+        cast = load(hf_model, **context_for(name)).to(dtype)
+        assert loaded(tokens).dtype == dtype
+        assert torch.equal(loaded(tokens), cast(tokens))
 
 
 # --- every field of Hugging Face's config, flipped ------------------------------------------------
