@@ -211,7 +211,9 @@ def test_report_035_rows_and_windows_of_nothing_but_padding_stay_finite(
 
 
 # between them, every branch of a forward; `test_training` has more
-COMPILED = ["everything", "sinks_window_grouped", "alibi", "longrope"]
+COMPILED = ["everything", "sinks_window_grouped", "alibi", "longrope", "ungrouped"]
+COMPILED += ["latent_queries", "experts_shared", "experts_grouped", "experts_mixed_sparsely"]
+COMPILED += ["experts_clamped", "experts_weighed_before"]
 
 
 @pytest.fixture(scope="module")

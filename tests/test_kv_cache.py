@@ -1002,6 +1002,42 @@ def test_D1_append_attention_mask_returns_the_joined_mask(frozen: bool) -> None:
         assert several.tolist() == [[1, 1, 1, 0, 1], [1, 1, 1, 1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([[1, 1]], "tensor, got list"),
+        (torch.tensor([[0, 2]]), "0 for padding; it holds other values"),
+        (torch.tensor([[0.0, 0.5]]), "0 for padding; it holds other values"),
+        (torch.tensor([0, 1]), r"\[batch, new_pos\], got \[2\]"),
+        (torch.ones(3, 2), "the cache holds 2 rows, the input has 3"),
+        (torch.ones(1, 2), "the cache holds 2 rows, the input has 1"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_append_attention_mask_refuses_what_is_no_mask_of_these_rows(
+    mask: Any, said: str, frozen: bool
+) -> None:
+    cache = filled(loud.build(), loud.tokens(2, 3), frozen)
+    append = KeyValueCache.append_attention_mask.__wrapped__  # without pytest's look at types
+    with pytest.raises(ValueError, match=said):
+        append(cache, mask)
+    assert cache.previous_attention_mask.tolist() == [[1] * 3] * 2
+    assert append(cache, torch.ones(2, 1, dtype=torch.bool)).dtype == torch.long
+
+
+@pytest.mark.parametrize("size", [-1, 0, True, 2.5])
+def test_sizes_of_a_cache_are_positive_integers(size: Any) -> None:
+    cfg = loud.build().cfg
+    of = KeyValueCache.init_cache.__func__.__wrapped__
+    with pytest.raises(ValueError, match=f"max_len must be a positive integer, got {size}"):
+        of(KeyValueCache, cfg, "cpu", 1, max_len=size)
+    with pytest.raises(ValueError, match=f"batch_size must be a positive integer, got {size}"):
+        of(KeyValueCache, cfg, "cpu", size)
+    cache = filled(loud.build(), loud.tokens(2, 3), frozen=True)
+    with pytest.raises(ValueError, match=f"max_len must be a positive integer, got {size}"):
+        KeyValueCache.branch.__wrapped__(cache, 2, size)
+
+
 def test_clone_crop_and_expand_are_copies() -> None:
     model, ids = loud.build("rotary_gqa"), loud.tokens(1, 8)
     cache = filled(model, ids)

@@ -61,6 +61,15 @@ MODELS: dict[str, Callable[[], HookedTransformer]] = {
                                                                               "gated_mlp": True}),
     "native tied": lambda: native.build("tied", **WIDE),
     "native everything": lambda: native.build("everything", **WIDE | {"n_heads": 6}),
+    "native ungrouped": lambda: native.build("ungrouped", **WIDE | {"n_heads": 6}),
+    "native experts": lambda: native.build("experts_clamped", **WIDE),
+    "native experts and a shared one": lambda: native.build(
+        "experts_shared", **WIDE | {"d_expert": 50, "d_shared_expert": 60}
+    ),
+    "native latent": lambda: native.build("latent", **WIDE | {"latent_kv_rank": 30}),
+    "native latent queries": lambda: native.build(
+        "latent_queries", **WIDE | {"latent_kv_rank": 30, "latent_q_rank": 25}
+    ),
     "gpt2": lambda: hf_wide("gpt2"),
     "gpt2 untied": lambda: hf_wide("gpt2_untied"),
     "llama": lambda: hf_wide("llama"),

@@ -29,6 +29,25 @@ def test_a_loss_over_one_position_is_refused() -> None:
     assert model(native.tokens(2, 1), return_type="loss", loss_per_token=True).shape == (2, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_stream_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    model = native.build()
+    stream = torch.randn(2, 3, model.cfg.d_model)
+    with pytest.raises(ValueError, match=f"stream is {dtype}, the model's weights torch.float32"):
+        model(stream.to(dtype), start_at_layer=0)
+    with torch.autocast("cpu", torch.bfloat16):  # there, dtypes may mix
+        model(stream.to(torch.bfloat16), start_at_layer=0)
+
+
+def test_a_loss_over_padding_alone_is_refused() -> None:
+    model, tokens = native.build(), native.tokens(2, 3)
+    for mask in (torch.zeros(2, 3), torch.tensor([[1, 0, 1], [0, 0, 1]])):
+        with pytest.raises(ValueError, match="no two neighbouring tokens"):
+            model(tokens, return_type="loss", attention_mask=mask.long())
+    per_token = model(tokens, return_type="loss", attention_mask=mask.long(), loss_per_token=True)
+    assert not per_token.any()
+
+
 def test_small_integer_types_are_token_ids() -> None:
     model, tokens = native.build(), native.tokens(2, 5)
     for dtype in (torch.uint8, torch.int16, torch.int32):

@@ -87,6 +87,12 @@ def padded_left(
     return F.pad(stored, (0, 0, length - stored.shape[2], 0))
 
 
+def check_size(name: str, value: Any) -> None:
+    """Raise ValueError unless it is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
 def check_like(
     new: Float[Tensor, "batch kv_head pos d"],
     stored: Float[Tensor, "_row _kv_head _slot _d"],
@@ -439,11 +445,15 @@ class KeyValueCache:
 
         Args:
             max_len: room for exactly this many positions, allocated now; None: grow geometrically.
+        Raises: TypeError for what is no config; ValueError for sizes that are no positive integers.
         """
         if not isinstance(cfg, HookedTransformerConfig):
             raise TypeError(
                 f"init_cache needs a config, such as model.cfg; got {type(cfg).__name__}"
             )
+        check_size("batch_size", batch_size)
+        if max_len is not None:
+            check_size("max_len", max_len)
         assert isinstance(cfg.dtype, torch.dtype)
         where = torch.device(device or cfg.device or "cpu")
         if where == torch.device("cuda"):  # tensors there will say which one
@@ -499,10 +509,18 @@ class KeyValueCache:
     def append_attention_mask(
         self, attention_mask: Int[Tensor, "batch new_pos"]
     ) -> Int[Tensor, "batch pos"]:
-        """The stored mask and this one, joined; kept unless frozen."""
+        """The stored mask and this one, joined; kept unless frozen.
+
+        Raises: ValueError for anything but [batch, new_pos] of 0 (padding) and 1, or a batch that
+            does not continue the rows stored.
+        """
         previous = self.previous_attention_mask
-        previous = serving(previous, attention_mask.shape[0])
-        joined = torch.cat((previous.to(attention_mask), attention_mask), 1)
+        new = kv_formats.as_mask(attention_mask).to(previous.device)
+        if new.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, new_pos], got {list(new.shape)}")
+        for entry in self.entries[:1]:
+            entry.check_batch(new.shape[0])
+        joined = torch.cat((serving(previous, new.shape[0]), new), 1)
         if not self.frozen:
             self._mask = joined
         return joined
@@ -706,6 +724,8 @@ class KeyValueCache:
                 f"a cache of {self.batch_size} rows cannot continue as {batch_size}, which is not "
                 "a multiple"
             )
+        if max_len is not None:
+            check_size("max_len", max_len)
         entries = [entry.branch(batch_size, max_len) for entry in self.entries]
         mask = None if self._mask is None else serving(self._mask, batch_size)
         branch = self._made_of(entries, mask)

@@ -102,14 +102,27 @@ def layers_of_hf(
         yield keys, values
 
 
+def as_mask(mask: Any) -> Int[Tensor, "..."]:
+    """An attention mask as integers. ValueError for anything but a tensor of zeros and ones."""
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    # looking at values would break a compiled graph
+    if not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(
+            "attention_mask must hold 1 for tokens and 0 for padding; it holds other values"
+        )
+    return mask.long()
+
+
 def checked_mask(
     mask: Int[Tensor, "batch pos"] | None, batch: int, length: int
 ) -> Int[Tensor, "batch pos"] | None:
     """The mask where anything is padding. ValueError when it is not [batch, length]."""
     if mask is None:
         return None
+    mask = as_mask(mask)
     if list(mask.shape) != [batch, length]:
         raise ValueError(
             f"attention_mask must be [{batch}, {length}], as the cache is, got {list(mask.shape)}"
         )
-    return None if bool(mask.all()) else mask.long()
+    return None if bool(mask.all()) else mask

@@ -34,6 +34,7 @@ from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.initialisation import initialise, parameters_come_later
 from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
+from transformer_lens_lite.kv_formats import as_mask
 from transformer_lens_lite.module_paths import outputs_by_module
 from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.prefixes import PrefixMethods
@@ -507,6 +508,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise ValueError(
                 f"the residual stream must be [batch, pos, {d_model}], got {list(residual.shape)}"
             )
+        if (dtype := self.embed.W_E.dtype) != residual.dtype and not torch.is_autocast_enabled(
+            residual.device.type
+        ):
+            raise ValueError(
+                f"the residual stream is {residual.dtype}, the model's weights {dtype}"
+            )
         if return_type in ("loss", "both") and stop_at_layer is None and tokens is None:
             raise ValueError("a loss with start_at_layer needs tokens=, the ids behind the input")
         if tokens is not None:
@@ -597,11 +604,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got "
                 f"{got}"
             )
-        if not torch.compiler.is_compiling() and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(
-                "attention_mask must hold 1 for tokens and 0 for padding; it holds other values"
-            )
-        return mask.to(device=self.embed.W_E.device, dtype=torch.long)
+        return as_mask(mask).to(self.embed.W_E.device)
 
     def _check_length(self, length: int, mask: Tensor | None) -> None:
         if self.cfg.positional_embedding_type in ("alibi", "none") or length <= self.cfg.n_ctx:

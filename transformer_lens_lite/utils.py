@@ -169,6 +169,8 @@ def lm_cross_entropy_loss(
 
     Position i predicts token i + 1. With a mask, pairs in which either token is padding count zero.
     Returns the mean over valid pairs, or [batch, pos - 1] with `per_token`.
+
+    Raises: ValueError for a mean over no pair at all.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     targets = tokens[:, 1:].to(logits.device)
@@ -179,7 +181,15 @@ def lm_cross_entropy_loss(
         return losses if per_token else losses.mean()
     valid = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool().to(losses.device)
     losses = losses.masked_fill(~valid, 0.0)
-    return losses if per_token else losses.sum() / valid.sum()
+    if per_token:
+        return losses
+    n_valid = valid.sum()
+    if not torch.compiler.is_compiling() and n_valid == 0:  # the test would break a compiled graph
+        raise ValueError(
+            "the attention mask leaves no two neighbouring tokens: there is nothing to predict, "
+            "and no mean loss"
+        )
+    return losses.sum() / n_valid
 
 
 def lm_accuracy(

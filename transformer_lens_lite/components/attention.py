@@ -358,10 +358,23 @@ class GroupedQueryAttention(Attention):
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
     ) -> tuple[PerKeyHead, PerKeyHead]:
-        if self.cfg.ungroup_grouped_query_attention:
-            return super().keys_and_values(key_input, value_input)
-        k = project(key_input, self._W_K, self._b_K)
-        return k, project(value_input, self._W_V, self._b_V)
+        onto = self.ungrouped_onto if self.cfg.ungroup_grouped_query_attention else project
+        k = onto(key_input, self._W_K, self._b_K)
+        return k, onto(value_input, self._W_V, self._b_V)
+
+    def ungrouped_onto(
+        self,
+        x: Float[Tensor, "batch pos *head d_in"],
+        weight: Float[Tensor, "kv_head d_in d_out"],
+        bias: Float[Tensor, "kv_head d_out"],
+    ) -> Float[Tensor, "batch pos head d_out"]:
+        """A key or value for each query head, by weights that are not copied for it."""
+        n_each = self.spec.n_heads // self.spec.n_kv_heads
+        if x.ndim == 3:
+            return project(x, weight, bias).repeat_interleave(n_each, 2)
+        each = x.unflatten(2, (-1, n_each))
+        out = torch.einsum("bpngm,nmh->bpngh", each, weight) + bias[:, None]
+        return out.flatten(2, 3)
 
 
 class LatentAttention(Attention):

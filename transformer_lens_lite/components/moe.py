@@ -69,13 +69,18 @@ class MixtureOfExperts(Component):
         """The weighted sum over each token's experts. Every expert runs once, on all its tokens,
         and not at all when it has none."""
         # sorted by expert, the (token, choice) pairs of one expert are neighbours
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        expert_of = chosen.flatten()
+        order = expert_of.argsort(stable=True)
+        # not bincount: a compiled graph knows how long this is
+        none = expert_of.new_zeros(len(self.experts))
+        counts = none.scatter_add(0, expert_of, torch.ones_like(expert_of)).tolist()
         rows = order // chosen.shape[1]
         weight = weights.flatten()[order, None].to(x.dtype)
         inputs = x[rows] * weight if self.spec.router.on_input else x[rows]
         parts = zip(self.experts, inputs.split(counts), counts, strict=True)
-        outputs = [expert(part) for expert, part, n_tokens in parts if n_tokens]
+        # in a compiled graph, which does not know how many, those with none run as well
+        always = torch.compiler.is_compiling()
+        outputs = [expert(part) for expert, part, n_tokens in parts if always or n_tokens]
         out = torch.cat(outputs) if outputs else inputs  # joined anew, even of one
         if not self.spec.router.on_input:
             out.mul_(weight)  # in place: it is nobody else's
