@@ -1,6 +1,7 @@
 """What a newcomer does wrong, and what the library answers."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import native
@@ -158,3 +159,32 @@ def test_a_hook_that_cannot_be_called_is_refused_when_it_is_attached() -> None:
         checked_pairs([(None, lambda value, hook: None)], "fwd")
     assert model.list_hooks() == {}
     assert model.context_level == 0
+
+
+def test_ids_the_model_does_not_have_are_no_text() -> None:
+    model = HookedTransformer.from_pretrained_no_processing("tiny-lens", device="cpu")
+    n = model.cfg.d_vocab
+    for ids in ([-1], [0, n], torch.tensor([[1, 10**6]])):
+        with pytest.raises(ValueError, match=rf"token id (-1|{n}|1000000) is not one of the .*{n}"):
+            model.to_string(ids)
+    with pytest.raises(ValueError, match=f"token id {n} "):
+        model.to_single_str_token(n)
+    with pytest.raises(ValueError, match=f"token id {n} "):
+        model.to_str_tokens(torch.tensor([1, n]))
+    model.cfg.d_vocab_out = n + 1  # rows that no token of the tokenizer has
+    assert model.to_string([n]) == ""
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="revision='main' is for names on the hub"):
+        HookedTransformer.from_pretrained("tiny-lens", revision="main")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"revision='v2'.*is a folder"):
+        HookedTransformer.from_pretrained(str(tmp_path), revision="v2")
+
+
+def test_a_padding_side_is_left_or_right_although_prompts_are_padded_left() -> None:
+    model = native.build()
+    with pytest.raises(ValueError, match="padding_side must be 'left' or 'right', got 'x'"):
+        model.generate(native.tokens(1, 3), 1, padding_side="x")
+    model.generate(native.tokens(1, 3), 1, padding_side="right", verbose=False)

@@ -24,7 +24,7 @@ from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.nearest import closest, names_the_nearest
 from transformer_lens_lite.sampling import Number, Processor, Sampling, is_count, is_number
 from transformer_lens_lite.streaming import streamed
-from transformer_lens_lite.tokens import is_chat, is_text
+from transformer_lens_lite.tokens import check_side, is_chat, is_text
 
 RETURN_TYPES = ("input", "str", "tokens", "embeds")
 SAMPLING_ARGUMENTS = tuple(f.name for f in fields(Sampling) if f.name != "eos_ids")
@@ -79,6 +79,8 @@ def start_generation(
             "generation with attention_dir='bidirectional': such a model says what stands at a "
             "place from both sides of it, not what comes next"
         )
+    if padding_side is not None:
+        check_side(padding_side)
     if not is_count(max_new_tokens, 0):
         raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
     beams = checked_beams(n, num_return_sequences, num_beams, length_penalty, early_stopping)

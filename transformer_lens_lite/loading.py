@@ -391,6 +391,8 @@ def _folder(name: str | os.PathLike[str], revision: str | None) -> Path:
     """The local folder of a model, downloading it if it is a hub name."""
     local = _local_folder(name)
     if local is not None:
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for names on the hub; {local} is a folder")
         return local
     text = os.fspath(name)
     names_a_file = Path(text).expanduser().is_file()

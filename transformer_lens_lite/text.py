@@ -48,8 +48,9 @@ class TextMethods(StackedWeights):
         return tokens.to(self.embed.W_E.device) if move_to_device else tokens
 
     def to_string(self, tokens: Any) -> str | list[str]:
-        """The text of token ids; a list of texts for 2-D input."""
-        return self.text.to_string(tokens)
+        """The text of token ids; a list of texts for 2-D input. ValueError for an id the model
+        does not have."""
+        return self._text().to_string(tokens)
 
     def to_str_tokens(
         self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None
@@ -64,7 +65,7 @@ class TextMethods(StackedWeights):
 
     def to_single_str_token(self, int_token: int) -> str:
         """The text of one token id."""
-        return self.text.to_single_str_token(int_token)
+        return self._text().to_single_str_token(int_token)
 
     def get_token_position(
         self,
@@ -91,8 +92,9 @@ class TextMethods(StackedWeights):
         return directions[0] if ids.ndim == 1 and ids.numel() == 1 else directions
 
     def _text(self) -> Tokens:
-        """The rule about BOS and n_ctx as the config has them now: both may be assigned at run
-        time."""
+        """The rule about BOS, n_ctx and the vocabulary as the config has them now: they may be
+        assigned at run time."""
         self.text.default_prepend_bos = self.cfg.default_prepend_bos
         self.text.n_ctx = self.cfg.n_ctx
+        self.text.n_ids = max(self.cfg.d_vocab, self.cfg.d_vocab_out)
         return self.text

@@ -7,6 +7,7 @@ the tokenizer that no longer adds BOS by itself, so a text starts with exactly o
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -273,6 +274,7 @@ class Tokens:
         self.tokenizer: Any = None
         self.default_prepend_bos = default_prepend_bos
         self.n_ctx = n_ctx
+        self.n_ids: int | None = None  # of the model, which may have more than the tokenizer
         self.tokenizer_prepends_bos = False
         self._suffix: list[int] = []  # what the tokenizer puts behind a text: [SEP], or EOS
         self._stubborn = 0  # BOS tokens the copy still adds although they were switched off
@@ -487,14 +489,17 @@ class Tokens:
     def to_string(self, tokens: Any, skip_special_tokens: bool = False) -> str | list[str]:
         """The text of tokens (int, list, tensor or array); a list of texts for more than one row.
 
-        Raises ValueError without a tokenizer or for more than two dimensions, and TypeError for
-        anything but integers.
+        Raises ValueError without a tokenizer, for more than two dimensions or for an id the model
+        does not have, and TypeError for anything but integers.
         """
         if _number_of_dims(tokens) > 1:
             return [self._decode(as_ids(row), skip_special_tokens) for row in tokens]
         return self._decode(as_ids(tokens), skip_special_tokens)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        n_ids = math.inf if self.n_ids is None else self.n_ids
+        if strange := [i for i in ids if not 0 <= i < n_ids]:
+            raise ValueError(f"token id {strange[0]} is not one of the model's {n_ids}")
         return self._needed().decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
