@@ -187,4 +187,5 @@ def test_a_padding_side_is_left_or_right_although_prompts_are_padded_left() -> N
     model = native.build()
     with pytest.raises(ValueError, match="padding_side must be 'left' or 'right', got 'x'"):
         model.generate(native.tokens(1, 3), 1, padding_side="x")
-    model.generate(native.tokens(1, 3), 1, padding_side="right", verbose=False)
+    generate = {"padding_side": "right", "stop_at_eos": False, "verbose": False}
+    model.generate(native.tokens(1, 3), 1, **generate)
