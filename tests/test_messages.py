@@ -8,7 +8,7 @@ import native
 import pytest
 import torch
 
-from transformer_lens_lite import HookedTransformer
+from transformer_lens_lite import HookedTransformer, KeyValueCache
 from transformer_lens_lite.generate import ids_of, is_list_of
 from transformer_lens_lite.loading import open_checkpoint
 from transformer_lens_lite.root_module import checked_pairs
@@ -189,3 +189,36 @@ def test_a_padding_side_is_left_or_right_although_prompts_are_padded_left() -> N
         model.generate(native.tokens(1, 3), 1, padding_side="x")
     generate = {"padding_side": "right", "stop_at_eos": False, "verbose": False}
     model.generate(native.tokens(1, 3), 1, **generate)
+
+
+@pytest.mark.filterwarnings("ignore:var_mean")  # torch's, about tensors without entries
+@torch.no_grad()
+def test_empty_batches_and_texts_have_activations_and_no_mean_loss() -> None:
+    model = native.build("grouped_rotary")
+    for shape in ((0, 5), (2, 0), (0, 0)):
+        tokens = torch.zeros(shape, dtype=torch.long)
+        _, cache = model.run_with_cache(tokens)
+        assert cache["pattern", 0].shape == (shape[0], 4, shape[1], shape[1])
+        with pytest.raises(ValueError, match=r"no mean loss|at least two positions"):
+            model(tokens, return_type="loss")
+
+
+def test_a_slice_that_chooses_nothing_and_gradients_that_are_off_are_refused() -> None:
+    model = native.build()
+    with pytest.raises(ValueError, match=r"pos_slice=slice\(5, 2, None\) chooses none of the 9"):
+        model.run_with_cache(native.tokens(2, 9), pos_slice=(5, 2))
+    with torch.no_grad(), pytest.raises(ValueError, match="incl_bwd needs gradients"):
+        model.run_with_cache(native.tokens(), return_type="loss", incl_bwd=True)
+
+
+@torch.no_grad()
+def test_a_model_without_layers_generates_and_keeps_nothing() -> None:
+    model = native.build(n_layers=0)
+    generate = {"stop_at_eos": False, "do_sample": False, "verbose": False}
+    cached = model.generate(native.tokens(2, 4), 8, **generate)
+    assert torch.equal(
+        cached, model.generate(native.tokens(2, 4), 8, use_past_kv_cache=False, **generate)
+    )
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    with pytest.raises(ValueError, match="without layers"):
+        model(native.tokens(2, 4), past_kv_cache=cache)

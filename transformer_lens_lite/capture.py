@@ -475,7 +475,11 @@ class Recorder:
                 raise ValueError(
                     f"pos_slice={self.relative.slice!r} is outside of the {n_columns} columns"
                 ) from None
-            return chosen.tolist() if chosen.numel() else None
+            if n_columns and not chosen.numel():
+                raise ValueError(
+                    f"pos_slice={self.relative.slice!r} chooses none of the {n_columns} columns"
+                )
+            return chosen.tolist()
         behind = start - step.start
         if self.absolute is None:
             return slice(behind, None) if behind else slice(None)

@@ -333,6 +333,12 @@ class HookedTransformerConfig:
             given["use_yarn_rope"] = (yarn, self.yarn_global_attn_only)
         return given
 
+    def turns_anew_past(self) -> int | None:
+        """The length past which a row's keys, those already cached too, turn in another way."""
+        if self.positional_embedding_type != "rotary":
+            return None
+        return self.rotary_spec("global").scaling.turns_anew_past
+
     def norm_spec(self, width: int | None = None, kind: str | None = None) -> NormSpec | None:
         """The spec of this model's norm, or of a norm of another `kind` or `width`; None: no
         norm."""

@@ -148,6 +148,16 @@ class Generation:
         if mask is not None:  # new tokens are never padding to each other
             room = mask.new_ones(rows, max_new_tokens)
             self._mask = torch.cat((repeated(mask, copies), room), 1)
+        self._runs_anew = self._steps_that_run_anew(mask)
+
+    def _steps_that_run_anew(self, mask: Int[Tensor, "batch key_pos"] | None) -> set[int]:
+        """By how many new tokens there are: the steps at which some row becomes too long for what
+        is cached of it (LongRoPE). There everything is run again, as Hugging Face does."""
+        limit = self.model.cfg.turns_anew_past()
+        if limit is None or self.cache is None or self.cache.length or not self.own_cache:
+            return set()  # what is behind a prefix has no ids to run again
+        lengths = {self.prompt.shape[1]} if mask is None else set(mask.sum(1).tolist())
+        return {limit + 1 - length for length in lengths if length <= limit}
 
     @property
     def from_embeddings(self) -> bool:
@@ -189,6 +199,15 @@ class Generation:
         if self.cache is None:
             return self.model.next_logits(
                 self._whole_input(), attention_mask=self._whole_mask(), generation=self
+            )
+        if self.n_new in self._runs_anew:
+            rows, room = self.tokens.shape[0], self.expected_stop
+            self.cache = KeyValueCache.init_cache(self.model.cfg, self.tokens.device, rows, room)
+            return self.model.next_logits(
+                self._whole_input(),
+                attention_mask=self._whole_mask(),
+                past_kv_cache=self.cache,
+                generation=self,
             )
         if self.n_new:
             return self.model.next_logits(

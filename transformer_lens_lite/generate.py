@@ -102,7 +102,7 @@ def start_generation(
         copies = 1
     check_fits(model, prompt, mask, max_new_tokens, past_kv_cache, feeds_last)
     cache = None
-    if use_past_kv_cache:
+    if use_past_kv_cache and (model.cfg.n_layers or past_kv_cache is not None):
         # where copies share the prompt, each has its own room behind it
         room = prompt.shape[1] + (max_new_tokens if copies == 1 else 0)
         cache = continued_cache(model, past_kv_cache, prompt.shape[0], room, prompt.device)

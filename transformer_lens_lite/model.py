@@ -556,6 +556,8 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 "past_kv_cache with attention_dir='bidirectional': what is said later changes the "
                 "keys and values of what came before, so there is nothing to keep"
             )
+        if not self.cfg.n_layers:
+            raise ValueError("past_kv_cache of a model without layers: nothing is kept of a text")
         if len(cache) != self.cfg.n_layers:
             raise ValueError(f"the cache has {len(cache)} layers, the model {self.cfg.n_layers}")
         lengths = {cache[layer].length for layer in layers}

@@ -512,6 +512,8 @@ class HookedRootModule(Component):
         columns = None if pos_slice is None else Slice.unwrap(pos_slice)
         # hooks that stay go on filling one dictionary
         into: dict[str, Any] | None = None if reset_hooks_end else {}
+        if incl_bwd and not torch.is_grad_enabled():
+            raise ValueError("incl_bwd needs gradients, which are switched off here")
         recorder = Recorder(self, spec, columns, remove_batch_dim, into)
         unreached = self.unreached_by(model_args, model_kwargs)
         if unreached is not None and (spec.names is not None or spec.layers is not None):

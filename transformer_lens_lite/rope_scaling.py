@@ -33,6 +33,7 @@ class RotaryScaling:
 
     `varies_with_length`: the frequencies of a row depend on how long it is by the end of the
     forward. `attention_factor` multiplies cos and sin (and so scores by its square).
+    `turns_anew_past`: the length past which all of a row turns in another way, once and for all.
     """
 
     rope_type: ClassVar[str] = "default"
@@ -41,6 +42,10 @@ class RotaryScaling:
     @property
     def attention_factor(self) -> float:
         return 1.0
+
+    @property
+    def turns_anew_past(self) -> int | None:
+        return None
 
     def attention_factors(self, lengths: Int[Tensor, " row"]) -> float | Float[Tensor, "row 1 1"]:
         """`attention_factor`, or one for each row where it depends on how long that is."""
@@ -184,6 +189,10 @@ class LongRopeScaling(RotaryScaling):
             for x in (self.attention_factor, self.long_attention_factor)
         )
         return torch.where(is_long, long, short)
+
+    @property
+    def turns_anew_past(self) -> int | None:
+        return self.original_max_position_embeddings
 
     def _is_long(self, lengths: Int[Tensor, " row"]) -> Bool[Tensor, " row"]:
         return lengths > self.original_max_position_embeddings

@@ -177,6 +177,8 @@ def lm_cross_entropy_loss(
     losses = F.cross_entropy(wide[:, :-1].flatten(0, 1), targets.flatten(), reduction="none").view(
         targets.shape
     )
+    if not per_token and not losses.numel():
+        raise ValueError(f"no mean loss: tokens {list(tokens.shape)} have none that is predicted")
     if attention_mask is None:
         return losses if per_token else losses.mean()
     valid = (attention_mask[:, 1:] * attention_mask[:, :-1]).bool().to(losses.device)

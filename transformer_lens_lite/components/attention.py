@@ -179,7 +179,8 @@ class Attention(Component):
             )
             if joined is not None:
                 n, kv, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
-                heads = F.linear(query_input, *joined).view(*query_input.shape[:2], -1, d_head)
+                shape = (*query_input.shape[:2], n + 2 * kv, d_head)
+                heads = F.linear(query_input, *joined).view(shape)
                 q, k, v = heads.split_with_sizes((n, kv, kv), 2)
                 return q, k, v
         q = project(query_input, self.W_Q, self.b_Q)
@@ -521,12 +522,13 @@ def grouped_rows(
 ) -> Float[Tensor, "row kv_head queries inner"]:
     """All queries that read the same keys, as the rows of one matrix: those of the heads of a
     group, and of the neighbouring batch rows that share a row of keys."""
-    batch, heads, _, inner = x.shape
+    batch, heads, pos, inner = x.shape
     rows, kv_heads = shared.shape[:2]
+    in_group = heads // kv_heads * pos  # not -1, which nobody can tell of an empty batch
     if rows == batch:
-        return x if heads == kv_heads else x.reshape(batch, kv_heads, -1, inner)
-    by_row = x.reshape(rows, batch // rows, kv_heads, -1, inner).transpose(1, 2)
-    return by_row.reshape(rows, kv_heads, -1, inner)
+        return x if heads == kv_heads else x.reshape(batch, kv_heads, in_group, inner)
+    by_row = x.reshape(rows, batch // rows, kv_heads, in_group, inner).transpose(1, 2)
+    return by_row.reshape(rows, kv_heads, batch // rows * in_group, inner)
 
 
 def ungrouped(
@@ -536,7 +538,7 @@ def ungrouped(
     rows, kv_heads, _, inner = x.shape
     if rows == batch:
         return x.view(batch, heads, pos, inner)
-    by_row = x.view(rows, kv_heads, batch // rows, -1, inner).transpose(1, 2)
+    by_row = x.view(rows, kv_heads, batch // rows, heads // kv_heads * pos, inner).transpose(1, 2)
     return by_row.reshape(batch, heads, pos, inner)
 
 
