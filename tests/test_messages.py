@@ -197,8 +197,9 @@ def test_empty_batches_and_texts_have_activations_and_no_mean_loss() -> None:
     model = native.build("grouped_rotary")
     for shape in ((0, 5), (2, 0), (0, 0)):
         tokens = torch.zeros(shape, dtype=torch.long)
-        _, cache = model.run_with_cache(tokens)
-        assert cache["pattern", 0].shape == (shape[0], 4, shape[1], shape[1])
+        logits, cache = model.run_with_cache(tokens)
+        assert logits.shape == (*shape, model.cfg.d_vocab)
+        assert cache["hook_embed"].shape == (*shape, model.cfg.d_model)
         with pytest.raises(ValueError, match=r"no mean loss|at least two positions"):
             model(tokens, return_type="loss")
 

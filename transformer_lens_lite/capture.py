@@ -174,7 +174,8 @@ class Series:
             alike = {piece.shape if isinstance(piece, Tensor) else None for piece in self.pieces}
             return torch.stack(self.pieces) if len(alike) == 1 and None not in alike else APART
         wanted = [number for number, forward in enumerate(forwards) if forward.n_kept]
-        if [call.forward for call in self.calls] != wanted[: len(self.calls)]:
+        called = [call.forward for call in self.calls if forwards[call.forward].n_kept]
+        if called != wanted[: len(called)]:
             return APART
         if len(self.pieces) == 1 and self.buffer is None:
             return self.pieces[0]
