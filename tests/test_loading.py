@@ -391,6 +391,22 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def test_a_tensor_named_twice_is_refused(folder: Path) -> None:
+    """JSON allows it, and every reader takes one of the two."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].decode().rstrip()
+    name, place = next(iter(json.loads(header).items()))
+    if name == "__metadata__":
+        name, place = list(json.loads(header).items())[1]
+    header = f'{{"{name}": {json.dumps(place)}, {header[1:]}'
+    header += " " * (-len(header) % 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + length :])
+    with pytest.raises(ValueError, match=rf"model\.safetensors: its header has '{name}' twice"):
+        load(folder)
+
+
 def test_damaged_files_are_named(folder: Path, sharded: Path) -> None:
     truncate(folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):

@@ -84,6 +84,8 @@ def test_everything_that_is_called_nearest_is_supported() -> None:
         ),
         ({"audio_config": {"x": 1}, "text_config": {"model_type": "?"}}, "hears .* 'llama'"),
         ({"auto_map": {"AutoModel": "m.M"}}, "it needs remote code.* such as 'llama'"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "hybrid.* such as 'llama'"),
+        ({"mamba_d_state": 4}, "it is a hybrid.* such as 'llama'"),
         ({}, "'made_up' is not supported. Supported: .*'gpt2'.*register_architecture adds others"),
     ],
 )

@@ -131,11 +131,29 @@ def _open(path: Path) -> _File:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        file = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is not a whole safetensors file ({error}); download it again"
         ) from error
+    _refuse_repeats(path)
+    return file
+
+
+def _refuse_repeats(path: Path) -> None:
+    """ValueError when the header names a tensor twice, of which one would be read without a word."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        named = dict(pairs)
+        if len(named) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{path}: its header has {twice!r} twice; which one is meant?")
+        return named
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        json.loads(file.read(length), object_pairs_hook=once)
 
 
 # --- sources of tensors -------------------------------------------------------------------------

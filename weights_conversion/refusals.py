@@ -11,6 +11,7 @@ from typing import Any
 from transformer_lens_lite.nearest import closest
 from weights_conversion.table import Architecture
 
+_HYBRID = "it is a hybrid, with state-space or linear-attention layers beside attention"
 _ENCODER_DECODER = "it is an encoder-decoder"
 _OTHER_SENSES = "it sees images or hears sounds"
 _REMOTE = "it needs remote code"
@@ -24,7 +25,7 @@ _OUT_OF_REACH = {
         "a decoder with attention, such as pythia ('gpt_neox')",
         "rwkv rwkv5 xlstm",
     ),
-    "it is a hybrid, with state-space or linear-attention layers beside attention": (
+    _HYBRID: (
         "a decoder with attention alone, such as 'llama'",
         "jamba:mixtral zamba:mistral zamba2:mistral bamba:llama nemotron_h:nemotron "
         "falcon_h1:falcon recurrent_gemma:gemma2 granitemoehybrid:granitemoe qwen3_next:qwen3_moe "
@@ -62,6 +63,10 @@ _BY_TYPE = {
 # how the configs of the other parts are called in a model that sees or hears
 _OTHER_PARTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 
+# and how the fields and kinds of layers are called that attend in another way, or not at all
+_OF_OTHER_LAYERS = ("mamba_", "ssm_", "linear_num_", "linear_key_", "linear_conv_", "kda_")
+_OTHER_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent"})
+
 
 def unsupported(hf_config: Mapping[str, Any], known: Collection[str]) -> str | None:
     """Why a config has no table, with the nearest thing that has one; None where it has.
@@ -98,6 +103,11 @@ def _by_its_signs(hf_config: Mapping[str, Any]) -> str | None:
         return _ENCODER_DECODER
     if any(hf_config.get(name) for name in _OTHER_PARTS):
         return _OTHER_SENSES
+    kinds = hf_config.get("layer_types")
+    if any(name.startswith(_OF_OTHER_LAYERS) for name in hf_config) or (
+        isinstance(kinds, list) and not _OTHER_LAYERS.isdisjoint(map(str, kinds))
+    ):
+        return _HYBRID
     return _REMOTE if hf_config.get("auto_map") else None
 
 
