@@ -141,7 +141,7 @@ def _open(path: Path) -> _File:
 
 
 def _refuse_repeats(path: Path) -> None:
-    """ValueError when the header names a tensor twice, of which one would be read without a word."""
+    """ValueError when the header names a tensor twice: readers take one of them, silently."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         named = dict(pairs)
