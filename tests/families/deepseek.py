@@ -27,7 +27,10 @@ VARIANTS = {
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek_v2_yarn": ("deepseek_v2", {**YARN, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3_halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1},  # as Moonlight's
+    ),
     "deepseek_v3_yarn": ("deepseek_v3", {**YARN, "q_lora_rank": None}),
     "deepseek_v3_biases": ("deepseek_v3", {"attention_bias": True, "tie_word_embeddings": True}),
 }

@@ -86,15 +86,16 @@ def flag_or_null(reading: Reading, name: str) -> bool:
 
 def read_v3(reading: Reading) -> dict[str, Any]:
     interleaved = flag_or_null(reading, "rope_interleave")
+    n_groups = reading.size("n_group", 8)
     return {
         **read_latent(reading),
         **read_mixture(reading, 256, 8, 1, 2048),
         "router_scale": reading.number("routed_scaling_factor", 2.5),
         "rotary_adjacent_pairs": interleaved,
         "router_type": "sigmoid",
-        "router_groups": reading.size("n_group", 8),
+        "router_groups": n_groups,
         "router_top_groups": reading.size("topk_group", 4),
-        "router_group_members": 2,
+        "router_group_members": 2 if n_groups > 1 else 1,
         "router_selection_bias": True,
         "norm_topk_prob": flag_or_null(reading, "norm_topk_prob"),
     }
