@@ -551,7 +551,10 @@ def test_folders_that_are_not_models(tmp_path: Path, folder: Path) -> None:
         load()
 
 
-def test_a_corrected_config_can_be_given(folder: Path) -> None:
+def test_a_corrected_config_can_be_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "weights_conversion.fields.hf_class_defaults", lambda model_type: {"harmless_field": 0}
+    )
     edit_json(folder / "config.json", harmless_field=3)
     with pytest.raises(ValueError, match=r"harmless_field=3.*pass hf_config="):
         load(folder)

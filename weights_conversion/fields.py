@@ -7,6 +7,7 @@ the end. Both spellings of rotary positions (transformers 4 and 5) are read by `
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ COSMETIC = {
     **because(
         "says where the model came from",
         "model_type architectures _name_or_path name_or_path transformers_version auto_map "
-        "tokenizer_class _commit_hash unsloth_version unsloth_fixed is_llama_config",
+        "tokenizer_class _commit_hash unsloth_version unsloth_fixed is_llama_config "
+        "transformers.js_config",
     ),
     **because(
         "how Hugging Face computes or stores the same numbers",
@@ -174,28 +176,36 @@ class Reading:
         return ACTIVATION_NAMES[theirs]
 
     def refuse_unread(self, cosmetic: Iterable[str] = ()) -> None:
-        """Stop if a field that nobody read could change the numbers.
+        """Stop if a field that nobody read could change Hugging Face's numbers.
 
-        Harmless are: cosmetic fields, the default of Hugging Face's config class, and an empty
-        value in a field that class does not have.
+        Harmless are: cosmetic fields, and the default of Hugging Face's config class. A field that
+        class does not have is ignored there; that it is here too is said, unless it is empty.
         """
         known = self.was_read | set(COSMETIC) | set(cosmetic)
         left = {name: value for name, value in self.config.items() if name not in known}
         if not left:
             return
         defaults = hf_class_defaults(self.config.get("model_type"))
-        wrong = {
-            name: value
-            for name, value in left.items()
-            if (value != defaults[name] if name in defaults else value not in _OFF)
-        }
+        strange = {n: v for n, v in left.items() if n not in defaults and v not in _OFF}
+        wrong = {n: v for n, v in left.items() if n in defaults and v != defaults[n]}
+        if strange and not defaults:  # transformers does not have the type: nobody knows them
+            wrong, strange = strange, {}
         if wrong:
-            shown = ", ".join(f"{name}={value!r}" for name, value in sorted(wrong.items()))
             raise ValueError(
                 f"{self.where} has fields this conversion does not know, so the model could "
-                f"compute something else than Hugging Face's: {shown}. If they change nothing, "
-                "pass hf_config= a copy of the config without them."
+                f"compute something else than Hugging Face's: {_shown(wrong)}. If they change "
+                "nothing, pass hf_config= a copy of the config without them."
             )
+        if strange:
+            warnings.warn(
+                f"{self.where} has fields that neither this conversion nor transformers' class "
+                f"knows. They are ignored, as they are there: {_shown(strange)}",
+                stacklevel=2,
+            )
+
+
+def _shown(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(fields.items()))
 
 
 def hf_class_defaults(model_type: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig
-from weights_conversion.fields import Reading, write_activation
+from weights_conversion.fields import Reading, because, write_activation
 from weights_conversion.table import Architecture, Map, Row, Tied, Zeros
 
 BLOCK = "transformer.h.{i}."
@@ -103,6 +103,7 @@ GPT2 = Architecture(
     },
     cosmetic={
         "reorder_and_upcast_attn": "the order of two multiplications; softmax is fp32 here anyway",
+        **because("of the first files: extra tokens to train", "n_special predict_special_tokens"),
     },
     aliases={
         "hidden_size": "n_embd",

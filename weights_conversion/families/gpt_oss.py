@@ -9,7 +9,7 @@ from weights_conversion.experts import EXPERT, MLP, router, with_experts
 from weights_conversion.families import llama
 from weights_conversion.families.llama import ATTN, BLOCK
 from weights_conversion.families.mixtral import TRAINING_ONLY
-from weights_conversion.fields import Reading, attn_types, windows, write_windows
+from weights_conversion.fields import Reading, attn_types, because, windows, write_windows
 from weights_conversion.table import Map, Row
 
 MOE = f"{BLOCK}mlp."
@@ -93,6 +93,12 @@ GPT_OSS = replace(
     write_config=write_config,
     rows=rows,
     aliases={"num_experts": "num_local_experts"},
-    cosmetic=TRAINING_ONLY,
+    cosmetic={
+        **TRAINING_ONLY,
+        **because(
+            "is said by another field, which Hugging Face's class looks at",
+            "experts_per_token initial_context_length",
+        ),
+    },
 )
 ARCHITECTURES = (GPT_OSS,)

@@ -52,6 +52,8 @@ NEMOTRON = replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
-    cosmetic=because("Hugging Face's class does not look at it", "kv_channels rope_percent"),
+    cosmetic=because(
+        "Hugging Face's class does not look at it", "kv_channels num_query_groups rope_percent"
+    ),
 )
 ARCHITECTURES = (NEMOTRON,)

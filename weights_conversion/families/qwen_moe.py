@@ -143,6 +143,9 @@ QWEN3_MOE = replace(
     write_config=write_qwen3,
     rows=qwen3_rows,
     aliases={"num_local_experts": "num_experts"},
-    cosmetic=TRAINING_ONLY,
+    cosmetic={
+        **TRAINING_ONLY,
+        "max_window_layers": "is in published files; Hugging Face's class does not look at it",
+    },
 )
 ARCHITECTURES = (QWEN2_MOE, QWEN3_MOE)
