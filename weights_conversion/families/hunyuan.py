@@ -61,9 +61,10 @@ HUNYUAN = replace(
         **because("belongs to the tokenizer", "eod_token_id org_vocab_size mask_init_id pad_id"),
         **because(
             "is in the first files, and Hugging Face's class does not look at it",
-            "add_classification_head anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list "
-            "im_end_id im_newline_id im_start_id norm_type pool_type position_embedding_xdrope "
-            "text_end_id text_start_id use_cla use_qk_norm use_rotary_pos_emb",
+            "add_classification_head anyres_pooling_size attention_head_dim cla_share_factor "
+            "class_num dense_list im_end_id im_newline_id im_start_id norm_type pool_type "
+            "position_embedding_xdrope text_end_id text_start_id use_cla use_qk_norm "
+            "use_rotary_pos_emb",
         ),
         **because(
             "is of this family's mixtures of experts, whose type is another one",
