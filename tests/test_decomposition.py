@@ -95,7 +95,9 @@ def test_the_norm_that_reads_the_stream(name: str) -> None:
     normalized = cache["ln_final.hook_normalized"][:, 2:5]
     torch.testing.assert_close(heads.sum(0), normalized, **CLOSE)
     accumulated = cache.accumulated_resid(apply_ln=True, pos_slice=3)
-    torch.testing.assert_close(accumulated[-1], cache["ln_final.hook_normalized"][:, 3], **CLOSE)
+    logits = accumulated @ model.W_U + model.b_U  # weight and bias of the norm are in it
+    torch.testing.assert_close(logits[-1], model(native.tokens())[:, 3], **CLOSE)
+    torch.testing.assert_close(logits, cache.logit_lens(pos_slice=3), **CLOSE)
     one = cache.apply_ln_to_stack(
         cache.decompose_resid(pos_slice=2)[:, 1], pos_slice=2, batch_slice=1, has_batch_dim=False
     )
@@ -209,6 +211,24 @@ def test_labels_and_parts() -> None:
             cache.decompose_resid(**bad)
 
 
+@pytest.mark.parametrize("apply_ln", [False, True])
+@torch.no_grad()
+def test_the_mlp_of_a_parallel_block_reads_what_attention_reads(apply_ln: bool) -> None:
+    model, _, cache = run("parallel")
+    assert model.cfg.parallel_attn_mlp
+    enters = cache["normalized", 1, "ln2"] if apply_ln else cache["resid_pre", 1]
+    how: dict[str, Any] = {"mlp_input": True, "apply_ln": apply_ln, "return_labels": True}
+    stack, labels = cache.decompose_resid(1, **how)
+    assert "1_attn_out" not in labels
+    torch.testing.assert_close(stack.sum(0), enters, **CLOSE)
+    stack, labels = cache.get_full_resid_decomposition(1, **how)
+    assert "L1H0" not in labels
+    torch.testing.assert_close(stack.sum(0), enters, **CLOSE)
+    stack, labels = cache.accumulated_resid(1, **how)
+    assert labels == ["0_pre", "1_pre"]
+    torch.testing.assert_close(stack[-1], enters, **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["plain", "gated", "sandwich_rms", "residual_scale"])
 @torch.no_grad()
 def test_neurons(name: str) -> None:
@@ -220,6 +240,10 @@ def test_neurons(name: str) -> None:
     torch.testing.assert_close(projected, results @ onto, **CLOSE)
     single = cache.get_neuron_results(1, (2, 9), (1, 4), project_output_onto=onto[:, 0])
     torch.testing.assert_close(single, projected[..., 0], **CLOSE)
+    torch.testing.assert_close(cache.get_neuron_results(1, 3, (1, 4)), results[..., 1, :], **CLOSE)
+    torch.testing.assert_close(
+        cache.get_neuron_results(1, 3, 2, project_output_onto=onto), projected[:, 1, 1], **CLOSE
+    )
     stack, labels = cache.stack_neuron_results(
         2, pos_slice=4, neuron_slice=[0, 5], return_labels=True, incl_remainder=True
     )

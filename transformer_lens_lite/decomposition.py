@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.components.moe import MixtureOfExperts
-from transformer_lens_lite.components.norm import Norm, widened
+from transformer_lens_lite.components.norm import Norm
 from transformer_lens_lite.hooks import Absent
 from transformer_lens_lite.utils import Slice, SliceInput
 
@@ -48,8 +48,9 @@ class ResidualDecomposition:
         """The stream as it enters each layer up to this one: [component, …, d_model]. Labels are
         "0_pre", "0_mid" … "final_post".
 
-        `apply_ln` takes each as if it were the end; at the end of the model the final norm's
-        statistics are those of each component itself (the logit lens).
+        `apply_ln` takes each through the norm that comes next; at the end of the model that is the
+        whole final norm by each one's own statistics, so that `W_U` and `b_U` make logits of it
+        (the logit lens).
         """
         last, chosen = self._layer(layer), as_slice(pos_slice)
         entries = []
@@ -60,7 +61,7 @@ class ResidualDecomposition:
             entries.append((self["resid_pre", number], f"{number}_pre"))
             if incl_mid and number < last:
                 entries.append((self["resid_mid", number], f"{number}_mid"))
-        if mlp_input and last < self._depth:
+        if self._attention_comes_first(last, mlp_input):
             entries.append((self["resid_mid", last], f"{last}_mid"))
         return self._stacked(
             entries, chosen, apply_ln, layer, mlp_input, return_labels,
@@ -92,7 +93,7 @@ class ResidualDecomposition:
                 entries.append((self["attn_out", number], f"{number}_attn_out"))
             if mode != "attn" and not self.model.cfg.attn_only:
                 entries.append((self["mlp_out", number], f"{number}_mlp_out"))
-        if mlp_input and mode != "mlp" and last < self._depth:
+        if mode != "mlp" and self._attention_comes_first(last, mlp_input):
             entries.append((self["attn_out", last], f"{last}_attn_out"))
         return self._stacked(entries, chosen, apply_ln, layer, mlp_input, return_labels)
 
@@ -144,10 +145,11 @@ class ResidualDecomposition:
         project_output_onto: Float[Tensor, "d_model *output"] | None = None,
     ) -> Float[Tensor, "*batch_pos_neuron d_out"] | Float[Tensor, "*batch_pos_neuron"]:
         """What each neuron of a layer adds: […, neuron, d_model]; with `project_output_onto`, only
-        the dot product with it, […, neuron] or […, neuron, output]."""
-        return self._neurons(
-            layer, as_slice(neuron_slice), as_slice(pos_slice), project_output_onto
-        )
+        the dot product with it, […, neuron] or […, neuron, output]. One neuron, by an int, has no
+        axis of its own."""
+        neurons, onto = as_slice(neuron_slice), project_output_onto
+        results = self._neurons(layer, neurons, as_slice(pos_slice), onto)
+        return results.squeeze(neuron_axis(onto)) if neurons.mode == "int" else results
 
     def stack_neuron_results(
         self,
@@ -189,7 +191,7 @@ class ResidualDecomposition:
         if apply_ln and project_output_onto is not None:
             raise ValueError("apply_ln needs whole vectors; project the stack afterwards")
         projection = project_output_onto
-        extra = [last] if mlp_input and last < self._depth else []
+        extra = [last] if self._attention_comes_first(last, mlp_input) else []
         entries = [
             (projected(head, projection), f"L{number}H{index}")
             for number in [*range(last), *extra]
@@ -228,18 +230,20 @@ class ResidualDecomposition:
         recompute_ln: bool = False,
     ) -> Stack:
         """Each component through the norm that reads the stream there, at the scale the norm had in
-        the run: centred (LayerNorm) and divided, without weight and bias.
+        the run: centred (LayerNorm) and divided, without weight and bias. So the sum of components
+        becomes the sum of what they become.
 
         Args:
             pos_slice, batch_slice: which columns and rows the stack is of.
             has_batch_dim: whether the stack has a batch axis.
-            recompute_ln: at the end of the model, by the components' own statistics instead.
+            recompute_ln: through the whole norm instead, by the components' own statistics, as if
+                each were the stream.
         """
         norm, name = self._norm_reading(layer, mlp_input)
         if isinstance(norm, Absent):
             return residual_stack
         if recompute_ln:
-            return unscaled(norm, residual_stack)
+            return normed(norm, residual_stack)
         scale = as_slice(pos_slice).apply(self[name], -2)
         if self.has_batch_dim:
             rows = as_slice(batch_slice)
@@ -300,10 +304,7 @@ class ResidualDecomposition:
         stack = self.accumulated_resid(layer, incl_mid, pos_slice=pos_slice)
         assert isinstance(stack, Tensor)
         model = self.model
-        normed = unscaled(model.ln_final, stack)
-        if isinstance(model.ln_final, Norm):
-            normed = model.ln_final.rescale(normed).to(stack.dtype)
-        logits: Tensor = model.logits_of(normed)
+        logits: Tensor = model.logits_of(normed(model.ln_final, stack))
         return logits
 
     # -- inside --
@@ -329,7 +330,13 @@ class ResidualDecomposition:
     def _stream(self, layer: int, mlp_input: bool) -> Tensor:
         if layer == self._depth:
             return self["resid_post", layer - 1] if layer else self["resid_pre", 0]
-        return self["resid_mid" if mlp_input else "resid_pre", layer]
+        has_mid = self._attention_comes_first(layer, mlp_input)
+        return self["resid_mid" if has_mid else "resid_pre", layer]
+
+    def _attention_comes_first(self, layer: int, mlp_input: bool) -> bool:
+        """Whether what is wanted is the input of a layer's MLP, and its attention is in it: in
+        parallel blocks it is not."""
+        return mlp_input and layer < self._depth and not self.model.cfg.parallel_attn_mlp
 
     def _embeddings(self) -> Iterator[tuple[Tensor, str]]:
         """What the stream starts as: one summand where a norm follows the embeddings."""
@@ -411,10 +418,9 @@ class ResidualDecomposition:
         self, layer: int, neurons: Slice, chosen: Slice, projection: Tensor | None
     ) -> Iterator[tuple[Tensor, str]]:
         results = self._neurons(layer, neurons, chosen, projection)
-        axis = -1 if projection is not None and projection.ndim == 1 else -2
         d_mlp = self.model.blocks[layer].mlp.W_out.shape[0]
         numbers = neurons.apply(torch.arange(d_mlp)).reshape(-1).tolist()
-        for number, value in zip(numbers, results.unbind(axis), strict=True):
+        for number, value in zip(numbers, results.unbind(neuron_axis(projection)), strict=True):
             yield value, f"L{layer}N{number}"
 
     def _with_remainder(
@@ -476,16 +482,17 @@ def as_slice(given: Slice | SliceInput) -> Slice:
     return given if isinstance(given, Slice) else Slice(given)
 
 
+def neuron_axis(onto: Tensor | None) -> int:
+    """Where neurons are counted, in their parts or in those projected onto a vector or several."""
+    return -1 if onto is not None and onto.ndim == 1 else -2
+
+
 def projected(value: Tensor, onto: Tensor | None) -> Tensor:
     """The dot product with vectors, where there are any."""
     return value if onto is None else value @ onto
 
 
-def unscaled(norm: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-    """A norm's quotient by the vectors' own statistics, without weight and bias."""
-    if not isinstance(norm, Norm):
-        return x
-    wide = widened(x)
-    if norm.centred:
-        wide = wide - wide.mean(-1, keepdim=True)
-    return (wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()).to(x.dtype)
+def normed(norm: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    """The vectors through a norm, whose hooks do not see them."""
+    result: Tensor = norm.fused(x) if isinstance(norm, Norm) else norm(x)
+    return result
