@@ -468,6 +468,8 @@ def test_classic_checkpoints_load_strictly(kind: str) -> None:
         state[f"blocks.{layer}.attn.IGNORE"] = torch.tensor(-torch.inf)
         state[f"blocks.{layer}.attn.rotary_sin"] = torch.zeros(32, 6)
         state[f"blocks.{layer}.attn.rotary_cos"] = torch.zeros(32, 6)
+    if kind == "alibi":
+        state["pos_embed.W_pos"] = torch.zeros(48, 14)
     other = native.build(kind, seed=1)
     assert not torch.allclose(other(TOKENS), model(TOKENS), atol=1e-2)
     other.load_state_dict(state, strict=True)
@@ -475,6 +477,25 @@ def test_classic_checkpoints_load_strictly(kind: str) -> None:
     state["blocks.0.attn.else"] = torch.zeros(1)
     with pytest.raises(RuntimeError, match="else"):
         other.load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_classic_mixtures_of_experts_load_strictly(assign: bool) -> None:
+    """Their router and experts are linear layers, [out, in]."""
+    model, other = native.build("experts"), native.build("experts", seed=1)
+    state = {}
+    for name, each in model.state_dict().items():
+        if name.endswith("mlp.W_router"):
+            state[name.replace("W_router", "W_gate.weight")] = each.T.clone()
+        elif ".experts." in name and ".W_" in name:
+            state[f"{name}.weight"] = each.T.clone()
+        else:
+            state[name] = each.clone()
+    assert sum(name.endswith(".weight") for name in state) == 2 * (1 + 3 * model.cfg.num_experts)
+    assert not torch.allclose(other(TOKENS), model(TOKENS), atol=1e-2)
+    other.load_state_dict(state, strict=True, assign=assign)
+    assert torch.equal(other(TOKENS), model(TOKENS))
+    assert other.blocks[0].mlp.experts[0].W_in.T.is_contiguous()
 
 
 def test_the_older_cache_of_keys_and_values() -> None:

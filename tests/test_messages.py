@@ -30,6 +30,30 @@ def test_a_loss_over_one_position_is_refused() -> None:
     assert model(native.tokens(2, 1), return_type="loss", loss_per_token=True).shape == (2, 0)
 
 
+@pytest.mark.parametrize("number", ["1", 1.5, True])
+def test_a_layer_is_a_number(number: Any) -> None:
+    forward = HookedTransformer.forward.__wrapped__  # without pytest's look at types
+    for name in ("start_at_layer", "stop_at_layer"):
+        with pytest.raises(ValueError, match=f"{name} must be a layer's number, got {number!r}"):
+            forward(native.build(), native.tokens(), **{name: number})
+
+
+@torch.no_grad()
+def test_caches_take_what_autocast_makes() -> None:
+    model, tokens = native.build("grouped_rotary"), native.tokens(2, 9)
+    generate = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = model(tokens)
+        cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+        parts = [model(part, past_kv_cache=cache) for part in tokens.split(4, 1)]
+        new = model.generate(tokens, 3, **generate)
+    assert whole.dtype == torch.bfloat16
+    assert cache[0].past_keys.dtype == torch.float32
+    near = (torch.cat(parts, 1) - whole).float().abs().max() / whole.float().abs().max()
+    assert near < 0.03
+    assert new.shape == (2, 12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_stream_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
     model = native.build()

@@ -44,6 +44,14 @@ def test_most_families_have_a_published_config() -> None:
     assert len(of_types) >= 48
 
 
+@pytest.mark.parametrize("model_type", ["gpt_neox", "persimmon"])
+def test_fields_that_the_code_reads_and_no_class_declares_are_refused(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    assert "head_dim" not in config
+    with pytest.raises(ValueError, match="has fields this conversion does not know.*head_dim=4"):
+        read({**config, "head_dim": 4})
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2"])
 def test_fields_nobody_knows_are_ignored_as_hugging_face_does_and_said(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]().to_dict()

@@ -18,14 +18,15 @@ from weights_conversion.families import llama
 from weights_conversion.table import Map, override
 
 
-@pytest.mark.parametrize("name", FAMILIES.values())
+@pytest.mark.parametrize("name", [*FAMILIES.values(), "opt_350m", "opt_no_last_norm"])
 def test_every_family_is_equal_at_every_place_its_table_names(name: str) -> None:
     result = verify(tiny.build(name), tokens=tiny.tokens(tiny.config(name), length=34), n_greedy=5)
     assert result.passed, str(result)
     assert result.first_difference is None
     assert max(result.errors.values()) < 1e-4
     assert result.greedy == result.of_greedy == 10
-    assert all(result.of_layer(layer) is not None for layer in range(3))
+    layers = range(2) if name == "opt_350m" else range(3)  # its last one comes out narrowed
+    assert all(result.of_layer(layer) is not None for layer in layers)
     # not only what enters and leaves a layer
     assert {key.rsplit(".", 1)[-1] for key in result.errors} > {"hook_z", "hook_resid_post"}
 

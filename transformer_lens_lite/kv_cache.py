@@ -620,6 +620,7 @@ class KeyValueCache:
     def expand(self, batch_size: int) -> "KeyValueCache":
         """A copy with every row repeated so that there are `batch_size` rows (a multiple of the
         present)."""
+        check_size("batch_size", batch_size)
         times, rest = divmod(batch_size, self.batch_size)
         if rest or times < 1:
             raise ValueError(f"cannot expand a cache of {self.batch_size} rows to {batch_size}")

@@ -153,6 +153,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         """Draw fresh weights by `cfg.init_mode`."""
         initialise(self.cfg, self.named_parameters())
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.cfg.positional_embedding_type == "alibi":  # classic models have one, read by nobody
+            state_dict.pop(f"{prefix}pos_embed.W_pos", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # -- the forward pass --
 
     def forward(
@@ -430,10 +435,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise ValueError(f"token_type_ids must be less than n_token_types={n}")
         return types.to(tokens.device, torch.long)
 
-    def _layer_range(self, start: int | None, stop: int | None) -> range:
+    def _layer_range(self, start: Any, stop: Any) -> range:
         n = self.cfg.n_layers
         numbers = []
         for name, number, default in (("start_at_layer", start, 0), ("stop_at_layer", stop, n)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise ValueError(f"{name} must be a layer's number, got {number!r}")
             value = default if number is None else number + n if number < 0 else number
             if not 0 <= value <= n:
                 raise ValueError(f"{name}={number} is outside a model of {n} layers")

@@ -193,6 +193,8 @@ def compared(
     end, cache = ours.run_with_cache(tokens, return_type=out, names_filter=list(places))
     layers = their_output.hidden_states or ()  # the last one is behind the final norm
     for layer, hidden in enumerate(layers[1:-1] if ours.cfg.final_norm else layers[1:]):
+        if hidden.shape[-1] != ours.cfg.d_model:
+            continue  # OPT without a final norm: narrowed to the embedding already
         name = f"blocks.{layer}.hook_resid_post"
         seen[name] = hidden
         places[name] = Place(name, f"layer {layer} (hidden_states)", "out")

@@ -6,9 +6,12 @@ the end. Both spellings of rotary positions (transformers 4 and 5) are read by `
 
 import copy
 import dataclasses
+import importlib.util
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,7 +182,8 @@ class Reading:
         """Stop if a field that nobody read could change Hugging Face's numbers.
 
         Harmless are: cosmetic fields, and the default of Hugging Face's config class. A field that
-        class does not have is ignored there; that it is here too is said, unless it is empty.
+        neither that class nor the model's code knows is ignored there; that it is here too is said,
+        unless it is empty.
         """
         known = self.was_read | set(COSMETIC) | set(cosmetic)
         left = {name: value for name, value in self.config.items() if name not in known}
@@ -188,8 +192,8 @@ class Reading:
         defaults = hf_class_defaults(self.config.get("model_type"))
         strange = {n: v for n, v in left.items() if n not in defaults and v not in _OFF}
         wrong = {n: v for n, v in left.items() if n in defaults and v != defaults[n]}
-        if strange and not defaults:  # transformers does not have the type: nobody knows them
-            wrong, strange = strange, {}
+        for name in in_hf_code(self.config.get("model_type"), strange):
+            wrong[name] = strange.pop(name)
         if wrong:
             raise ValueError(
                 f"{self.where} has fields this conversion does not know, so the model could "
@@ -198,7 +202,7 @@ class Reading:
             )
         if strange:
             warnings.warn(
-                f"{self.where} has fields that neither this conversion nor transformers' class "
+                f"{self.where} has fields that neither this conversion nor transformers' code "
                 f"knows. They are ignored, as they are there: {_shown(strange)}",
                 stacklevel=2,
             )
@@ -215,6 +219,23 @@ def hf_class_defaults(model_type: Any) -> dict[str, Any]:
     if model_type not in CONFIG_MAPPING:
         return {}
     return CONFIG_MAPPING[model_type]().to_dict()
+
+
+def in_hf_code(model_type: Any, names: Collection[str]) -> list[str]:
+    """The fields that the code of Hugging Face's model reads although its config class does not
+    declare them; all of them where transformers does not have the type."""
+    from transformers import CONFIG_MAPPING
+
+    if not names or model_type not in CONFIG_MAPPING:
+        return list(names)
+    model = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
+    text = ""
+    for module in (model, "transformers.modeling_rope_utils", "transformers.masking_utils"):
+        found = importlib.util.find_spec(module)
+        if found is not None and found.origin is not None:
+            text += Path(found.origin).read_text(encoding="utf-8")
+    read = set(re.findall(r"config\.(\w+)|[\"'](\w+)[\"']", text))
+    return sorted(set(names) & {name for pair in read for name in pair})
 
 
 # --- rotary positions ---------------------------------------------------------------------------

@@ -200,6 +200,8 @@ class ForwardContext(Memo):
         if self.cache is None:
             return ((keys, values),)
         entry = self.cache[layer]
+        if torch.is_autocast_enabled(self.device.type):  # products come in a narrower dtype
+            keys, values = keys.to(self.dtype), values.to(self.dtype)
         entry.check_kind(keys)  # batch and room were checked before anything was run
         return entry.extend(keys, values)
 

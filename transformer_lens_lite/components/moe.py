@@ -1,5 +1,7 @@
 """Mixtures of experts (arXiv 1701.06538): a router sends each token through a few of many MLPs."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -85,6 +87,17 @@ class MixtureOfExperts(Component):
         if not self.spec.router.on_input:
             out.mul_(weight)  # in place: it is nobody else's
         return torch.zeros_like(x).index_add_(0, rows, out)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Takes the names and layouts of HookedTransformer's mixtures too: linear layers."""
+        linear = {"W_gate": "W_router"}
+        for expert in range(len(self.experts)):
+            names = (f"experts.{expert}.{name}" for name in ("W_gate", "W_in", "W_out"))
+            linear.update((name, name) for name in names)
+        for classic, name in linear.items():
+            if (weight := state_dict.pop(f"{prefix}{classic}.weight", None)) is not None:
+                state_dict[prefix + name] = weight.T
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def shared_out(
         self, x: Float[Tensor, "batch pos d_model"]
