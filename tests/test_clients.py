@@ -498,6 +498,30 @@ def test_classic_mixtures_of_experts_load_strictly(assign: bool) -> None:
     assert other.blocks[0].mlp.experts[0].W_in.T.is_contiguous()
 
 
+@pytest.mark.parametrize("kind", ["plain", "grouped_rotary", "alibi", "latent", "experts"])
+@torch.no_grad()
+def test_parts_of_a_model_are_called_by_themselves(kind: str) -> None:
+    """As exercises do that build a transformer from its parts."""
+    model = native.build(kind)
+    x = model.embed(TOKENS)
+    if hasattr(model, "pos_embed"):
+        assert model.pos_embed(TOKENS).shape == x.shape
+        x = x + model.pos_embed(TOKENS)
+    _, cache = model.run_with_cache(TOKENS)
+    for layer, block in enumerate(model.blocks):
+        normed = block.ln1(x)
+        out = block.attn(normed, normed, normed)
+        torch.testing.assert_close(out, cache["attn_out", layer], atol=5e-5, rtol=0)
+        mid = x + out
+        torch.testing.assert_close(
+            mid + block.mlp(block.ln2(mid)), cache["resid_post", layer], atol=5e-5, rtol=0
+        )
+        x = block(x)
+        torch.testing.assert_close(x, cache["resid_post", layer], atol=5e-5, rtol=0)
+        assert block.attn.attn_scale == pytest.approx(model.cfg.attn_scale)
+    torch.testing.assert_close(model.unembed(model.ln_final(x)), model(TOKENS), atol=5e-5, rtol=0)
+
+
 def test_the_older_cache_of_keys_and_values() -> None:
     assert HookedTransformerKeyValueCache is TransformerLensKeyValueCache
     model = native.build("grouped_rotary")

@@ -38,7 +38,9 @@ def test_sizes_that_are_not_given_are_filled_in() -> None:
     assert (cfg.rotary_dim, cfg.n_key_value_heads) == (None, None)
     assert config(**ROTARY).rotary_dim == 6
     assert config(n_heads=3).n_heads == 3  # heads need not fill the model
-    assert config(attn_only=True, act_fn=None).d_mlp is None
+    assert config(attn_only=True, act_fn=None).d_mlp == 96
+    assert config(use_attn_scale=False).attn_scale == -1.0
+    assert config(init_mode="muP").initializer_range == 1.0
     assert config(d_vocab_out=5).d_vocab_out == 5
     assert cfg.device == "cpu"
     assert cfg.dtype == torch.float32
@@ -47,8 +49,9 @@ def test_sizes_that_are_not_given_are_filled_in() -> None:
 def test_classic_defaults() -> None:
     cfg = config()
     expected = {
-        "act_fn": "relu", "eps": 1e-5, "normalization_type": "LN", "attn_scale": -1.0,
-        "positional_embedding_type": "standard", "init_mode": "gpt2", "initializer_range": -1.0,
+        "act_fn": "relu", "eps": 1e-5, "normalization_type": "LN", "attn_scale": 6**0.5,
+        "positional_embedding_type": "standard", "init_mode": "gpt2",
+        "initializer_range": 0.8 / 24**0.5,
         "attention_dir": "causal", "rotary_base": 10000.0, "default_prepend_bos": True,
         "model_name": "custom", "use_attn_scale": True, "tie_word_embeddings": False,
         "attn_scores_soft_cap": -1.0, "output_logits_soft_cap": -1.0, "seed": None,

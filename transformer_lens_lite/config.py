@@ -7,6 +7,7 @@ count layers or look at an architecture's name.
 
 import copy
 import json
+import math
 import pprint
 import random
 from collections.abc import Sequence
@@ -160,7 +161,7 @@ class HookedTransformerConfig:
     # initialisation, device
     init_weights: bool = True
     init_mode: str = "gpt2"
-    initializer_range: float = -1.0
+    initializer_range: float = -1.0  # -1: 0.8 / sqrt(d_model) for "gpt2", 1 for the others
     seed: int | None = None
     device: str | torch.device | None = None
     n_devices: int = 1
@@ -269,8 +270,14 @@ class HookedTransformerConfig:
                     f"d_head={self.d_head}"
                 )
             self.n_heads = self.d_model // self.d_head
-        if self.d_mlp is None and not self.attn_only:
+        if self.d_mlp is None:
             self.d_mlp = 4 * self.d_model
+        if self.use_attn_scale and self.attn_scale == -1.0:
+            self.attn_scale = math.sqrt(self.d_head)
+        if self.initializer_range == -1.0:
+            self.initializer_range = (
+                0.8 / math.sqrt(self.d_model) if self.init_mode == "gpt2" else 1.0
+            )
         if self.d_vocab_out == -1:
             self.d_vocab_out = self.d_vocab
         if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
@@ -431,9 +438,7 @@ class HookedTransformerConfig:
         return None if not given or (unrotated_only and turns) else QueryGrowth(**given)
 
     def _score_scale(self, layer: int) -> float:
-        divisor = 1.0
-        if self.use_attn_scale:
-            divisor = self.d_head**0.5 if self.attn_scale == -1.0 else self.attn_scale
+        divisor = self.attn_scale if self.use_attn_scale else 1.0
         return 1.0 / (divisor * (layer + 1 if self.scale_attn_by_inverse_layer_idx else 1))
 
     def _mlp_spec(self, layer: int) -> MLPSpec | MoESpec:

@@ -27,17 +27,16 @@ def fans(name: str, weight: Tensor) -> tuple[int, int]:
 def standard_deviation(cfg: HookedTransformerConfig, name: str, weight: Tensor) -> float:
     """The standard deviation the config's `init_mode` gives a weight.
 
-    gpt2                initializer_range, by default 0.8 / sqrt(d_model)
+    gpt2                gain, by default 0.8 / sqrt(d_model)
     xavier_*            gain * sqrt(2 / (inputs + outputs))        (Glorot & Bengio 2010)
     kaiming_*           gain * sqrt(2 / inputs)                    (He et al. 2015)
     muP                 gain / sqrt(inputs); W_U gain / inputs     (arXiv 2203.03466, table 3)
 
-    `gain` is initializer_range, by default 1.
+    `gain` is initializer_range, by default 1 but for gpt2.
     """
-    given = cfg.initializer_range
+    gain = cfg.initializer_range
     if cfg.init_mode == "gpt2":
-        return given if given > 0 else 0.8 / math.sqrt(cfg.d_model)
-    gain = given if given > 0 else 1.0
+        return gain
     inputs, outputs = fans(name, weight)
     if cfg.init_mode.startswith("xavier"):
         return gain * math.sqrt(2 / (inputs + outputs))

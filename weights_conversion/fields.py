@@ -524,9 +524,7 @@ def reciprocal(x: float) -> float:
 
 def score_divisor(cfg: HookedTransformerConfig) -> float:
     """What attention scores are divided by, given or not."""
-    if not cfg.use_attn_scale:
-        return 1.0
-    return math.sqrt(cfg.d_head) if cfg.attn_scale == -1.0 else cfg.attn_scale
+    return cfg.attn_scale if cfg.use_attn_scale else 1.0
 
 
 def write_partial(cfg: HookedTransformerConfig) -> float:

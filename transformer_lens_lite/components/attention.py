@@ -135,6 +135,11 @@ class Attention(Component):
         d_model]."""
         return FactoredMatrix(self.W_V, self.W_O)
 
+    @property
+    def attn_scale(self) -> float:
+        """What scores are divided by."""
+        return 1.0 / self.spec.scale
+
     # -- the sentence --
 
     def forward(
@@ -142,10 +147,11 @@ class Attention(Component):
         query_input: Float[Tensor, "batch pos *head d_model"],
         key_input: Float[Tensor, "batch pos *kv_head d_model"],
         value_input: Float[Tensor, "batch pos *kv_head d_model"],
-        context: ForwardContext,
+        context: ForwardContext | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:
         """What attention adds to the stream. Inputs have a head axis when they were split by
-        head."""
+        head. Without a context: whole texts, nothing cached."""
+        context = context or ForwardContext.alone(query_input)
         q, k, v = self.projected(query_input, key_input, value_input)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         if not self.spec.qk_norm_after_rotary:

@@ -55,8 +55,9 @@ class TransformerBlock(Component):
             self.hook_mlp_out = HookPoint()
         self.hook_resid_post = HookPoint()
 
-    def forward(self, resid_pre: Residual, context: ForwardContext) -> Residual:
-        """[batch, pos, d_model] in and out."""
+    def forward(self, resid_pre: Residual, context: ForwardContext | None = None) -> Residual:
+        """[batch, pos, d_model] in and out. Without a context: whole texts, nothing cached."""
+        context = context or ForwardContext.alone(resid_pre)
         resid_pre = self.before_attention(self.hook_resid_pre(resid_pre))
         attn_out = self.hook_attn_out(self.scaled(self.attention_branch(resid_pre, context)))
         resid_mid = self.after_attention(resid_pre + attn_out)

@@ -9,7 +9,7 @@ from functools import partial, reduce
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from transformer_lens_lite.components.rotary import Turn, inverse_frequencies
@@ -140,6 +140,11 @@ class ForwardContext(Memo):
         self.n_before = 0 if cache is None else cache.n_forwards
         self.shortformer_pos_embed = shortformer_pos_embed
         self.token_type_ids = token_type_ids
+
+    @classmethod
+    def alone(cls, x: Shaped[Tensor, "batch pos *rest"]) -> "ForwardContext":
+        """Of a component that is called by itself: from position 0, without padding or a cache."""
+        return cls(x.shape[0], x.shape[1], x.device, x.dtype)
 
     # -- positions --
 

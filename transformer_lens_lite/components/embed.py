@@ -84,8 +84,13 @@ class PosEmbed(Component):
             self.W_reserved = nn.Parameter(reserved, requires_grad=False)
         self.W_pos = nn.Parameter(torch.empty(cfg.n_ctx, cfg.d_model))
 
-    def forward(self, context: ForwardContext) -> Float[Tensor, "row pos d_model"]:
-        """The rows of `W_pos` for the new positions; zero for padding."""
+    def forward(
+        self, context: ForwardContext | Int[Tensor, "batch pos"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """The rows of `W_pos` for the new positions; zero for padding. Of tokens alone: for whole
+        texts."""
+        if isinstance(context, Tensor):
+            return self(ForwardContext.alone(context)).expand(len(context), -1, -1)
         mask = context.new_tokens_mask
         if mask is None:
             return self.W_pos[None, context.n_past : context.n_keys]

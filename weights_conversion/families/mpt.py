@@ -1,5 +1,6 @@
 """MPT: ALiBi instead of positions, no biases anywhere; much of its config is nested."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,8 @@ def read_attention(reading: Reading) -> dict[str, Any]:
 
 
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
-    scale = None if cfg.attn_scale == -1.0 else reciprocal(cfg.attn_scale)
+    usual = cfg.attn_scale == math.sqrt(cfg.d_head)
+    scale = None if usual else reciprocal(cfg.attn_scale)
     return {
         "n_layers": cfg.n_layers,
         "d_model": cfg.d_model,
