@@ -67,8 +67,10 @@ FOLDABLE = {
     "rms_experts": {**RMS, **GATED, **EXPERTS, "d_shared_expert": 7, "shared_expert_gate": True},
     "ln_experts": {**GATED, **EXPERTS, "d_shared_expert": 7, "expert_layers": [False, True]},
     "rms_sinks": {**RMS, **GATED, "use_attention_sinks": True, "n_key_value_heads": 2},
+    "rms_experts_weighed_before": {**RMS, **GATED, **EXPERTS, "router_on_input": True},
 }  # fmt: skip
 UNFOLDABLE = {
+    "ln_experts_weighed_before": {**GATED, **EXPERTS, "router_on_input": True},
     "ln_post": {"norm_place": "post"},
     "rms_post": {**RMS, **GATED, "norm_place": "post", "use_qk_norm": True},
     "ln_stream": {
@@ -107,6 +109,7 @@ LEFT_OUT = {
     "rms_both_softcap": {"center_unembed"},
     "ln_shortformer": {"fold_ln"},
     "rms_shortformer": {"fold_ln"},
+    "ln_experts_weighed_before": {"fold_ln"},
     "ln_clipped": {"fold_value_biases"},
     "ln_sinks": {"fold_value_biases"},
     "rms_sinks": {"fold_value_biases"},

@@ -208,6 +208,8 @@ class FoldLayerNorm(Step):
             return f"d_embed={cfg.d_embed}: what reads the last norm has no place for its bias"
         if cfg.shared_expert_gate and cfg.normalization_type == "LN":
             return "shared_expert_gate=True: that gate has no place for a norm's bias"
+        if cfg.router_on_input and cfg.normalization_type == "LN":
+            return "router_on_input=True: a norm's bias is weighed before an expert reads it"
         return None
 
     def changes(self, cfg: HookedTransformerConfig, state: State) -> dict[str, Any]:
