@@ -690,6 +690,57 @@ def test_what_would_be_too_much_is_refused_before_anything_is_run() -> None:
     assert half.nbytes(model, 4, 8) == 3 * 4 * 3 * 24 * 2
 
 
+@pytest.mark.parametrize(
+    ("steps", "columns"),
+    [("all", P + N), ("prefill", P), ("decode", N), (0, P), ([1, 3], 2), (slice(2, None), N - 1)],
+)
+def test_a_limit_counts_the_steps_that_are_kept(steps: Any, columns: int) -> None:
+    model, ids = loud.build(), loud.tokens(2, P)
+    of_one = 3 * 2 * 24 * 4
+    _, cache = generated(model, ids, CaptureSpec("resid_post", steps=steps))
+    assert cache.nbytes() == columns * of_one
+    generated(model, ids, CaptureSpec("resid_post", steps=steps, max_bytes=columns * of_one))
+    with pytest.raises(ValueError, match=f"would keep {columns * of_one} bytes"):
+        generated(
+            model, ids, CaptureSpec("resid_post", steps=steps, max_bytes=columns * of_one - 1)
+        )
+
+
+def test_single_calls_are_what_the_loss_depends_on() -> None:
+    model, ids = loud.build(), loud.tokens(2, P)
+    kv = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    with model.capture(CaptureSpec(["resid_post", "k"], detach=False)) as cache:
+        model(ids[:, :4], past_kv_cache=kv)
+        logits = model(ids[:, 4:], past_kv_cache=kv)
+    for name in ("resid_post", "k"):
+        for number, seen in enumerate(cache.steps(name, 0), 1):
+            (gradient,) = torch.autograd.grad(logits.sum(), seen, retain_graph=True)
+            assert gradient.abs().max() > 1e-3
+            full = f"blocks.0.attn.hook_{name}" if name == "k" else f"blocks.0.hook_{name}"
+            assert cache[f"{full}:{number}"] is seen
+        torch.testing.assert_close(torch.cat(cache.steps(name, 0), 1), cache[name, 0])
+        assert cache.select(pos=slice(0, 5))[name, 0].shape[1] == 5
+
+
+def test_a_limit_counts_gradients_and_all_forwards_of_a_block() -> None:
+    model, ids = loud.build(), loud.tokens(2, P)
+    of_one = 3 * 2 * 24 * 4 * P
+    assert CaptureSpec("resid_post", incl_bwd=True).nbytes(model, 2, P) == 2 * of_one
+    with model.capture(CaptureSpec("resid_post", max_bytes=3 * of_one)) as cache:
+        for _ in range(3):
+            model(ids)
+        with pytest.raises(ValueError, match=f"would keep {4 * of_one} bytes"):
+            model(ids)
+    assert sum(run.nbytes() for run in cache.runs) == 3 * of_one
+    kv = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    with model.capture(CaptureSpec("resid_post", max_bytes=of_one)) as cache:
+        model(ids[:, :2], past_kv_cache=kv)
+        model(ids[:, 2:], past_kv_cache=kv)
+        with pytest.raises(ValueError, match="would keep"):
+            model(ids[:, :1], past_kv_cache=kv)
+    assert cache.nbytes() == of_one
+
+
 # --- B: records and spans -------------------------------------------------------------------------
 
 

@@ -229,7 +229,9 @@ def test_the_mlp_of_a_parallel_block_reads_what_attention_reads(apply_ln: bool) 
     torch.testing.assert_close(stack[-1], enters, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["plain", "gated", "sandwich_rms", "residual_scale"])
+@pytest.mark.parametrize(
+    "name", ["plain", "gated", "sandwich_rms", "residual_scale", "post_norm", "sandwich"]
+)
 @torch.no_grad()
 def test_neurons(name: str) -> None:
     model, _, cache = run(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import loud
+import native
 import pytest
 import tiny
 import torch
@@ -669,3 +670,42 @@ def test_two_threads_generate_what_one_after_the_other_does(kind: str) -> None:
         for i in range(2):
             assert torch.equal(together[i], alone[i])
     assert same(contents(prefix), before)
+
+
+def test_a_branch_of_a_prefix_that_was_used_is_checked_too() -> None:
+    model, ids = native.build("rotary"), native.tokens(2, 6)
+    prefix = model.prefix(ids[:1, :3])
+    model(ids[:, 3:], past_kv_cache=prefix)
+    early = prefix.branch(2)
+    with model.hooks([("blocks.0.hook_resid_post", lambda act, hook: act * 2)]):
+        for branch in (early, prefix.branch(2)):
+            with pytest.raises(ValueError, match="was not there when this prefix was computed"):
+                model(ids[:, 3:], past_kv_cache=branch)
+    with torch.no_grad():
+        model.blocks[0].attn.W_K.mul_(1.5)
+    for branch in (early, prefix.branch(2), prefix.clone(), prefix.select_rows([0, 0])):
+        with pytest.raises(ValueError, match="weights"):
+            model(ids[:, 3:], past_kv_cache=branch)
+
+
+def test_a_hook_that_acted_elsewhere_and_a_modules_own_hook_are_other_hooks() -> None:
+    model, ids = native.build("rotary"), native.tokens(2, 6)
+
+    def double(act: Any, hook: Any) -> Any:
+        return act * 2
+
+    with model.hooks([("blocks.0.hook_resid_post", double)], pos=0):
+        prefix = model.prefix(ids[:1, :3])
+        model(ids[:, 3:], past_kv_cache=prefix)
+    with (
+        model.hooks([("blocks.0.hook_resid_post", double)]),
+        pytest.raises(ValueError, match="hook .*double.* on 'blocks.0.hook_resid_post' was not"),
+    ):
+        model(ids[:, 3:], past_kv_cache=prefix)
+    prefix = model.prefix(ids[:1, :3])
+    handle = model.blocks[0].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(ValueError, match=r"hook .* on 'blocks\.0\.mlp' was not there"):
+        model(ids[:, 3:], past_kv_cache=prefix)
+    handle.remove()
+    with model.capture("blocks.0.mlp"):  # looks only
+        model(ids[:, 3:], past_kv_cache=prefix)

@@ -90,6 +90,9 @@ class ActivationDataset:
         tensors["row"], tensors["column"] = rows, columns
         if record.tokens is not None:
             tensors["tokens"] = record.tokens.cpu()[real]
+        if self._files and set(tensors) != set(self._files[0].keys()):
+            lacks = "no" if record.tokens is None else "known"
+            raise ValueError(f"this cache has {lacks} tokens, those in the dataset are otherwise")
         path = self.folder / SHARD.format(len(self._files))
         try:
             write(path, tensors, {"rows": len(rows)}, new=True)

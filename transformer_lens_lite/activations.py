@@ -181,6 +181,7 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         left = replace(
             record,
             values={name: compact(value) for name, value in record.values.items()},
+            in_graph={},
             tokens=compact(record.tokens),
             attention_mask=compact(record.attention_mask),
         )

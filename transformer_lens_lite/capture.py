@@ -117,8 +117,9 @@ class CaptureSpec:
         return name in self.resolve(model)
 
     def nbytes(self, model: Any, batch: int, pos: int) -> int:
-        """Bytes it would keep of `batch` texts of `pos` columns: measured on two columns."""
-        return bytes_of(self, measured_sizes(model, self), batch, pos)
+        """Bytes it would keep of one forward over `batch` texts of `pos` columns: measured on two
+        columns."""
+        return bytes_of(self, measured_sizes(model, self), batch, 0, pos, pos)
 
 
 # --- what was kept --------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ class Run:
         self.places: list[Place] = []  # one for each forward, while gradients may come
         self.kept: list[Kept] = []
         self.batch = 1
+        self.planned = 0  # bytes, counted when there is a limit
 
     def continued_by(self, step: StepContext) -> bool:
         """Whether a forward goes on with the same text, or runs it again with more behind it."""
@@ -284,6 +286,9 @@ class Run:
             value = series.joined(self.forwards)
             if value is not APART:
                 record.keep(name, value)
+                if len(series.pieces) > 1 and isinstance(value, Tensor) and value.requires_grad:
+                    numbered = zip(series.calls, series.pieces, strict=True)
+                    record.in_graph |= {f"{name}:{call.number}": part for call, part in numbered}
                 continue
             for call, piece in zip(series.calls, series.pieces, strict=True):
                 record.keep(f"{name}:{call.number}", piece)
@@ -436,7 +441,9 @@ class Recorder:
         self.version += 1
         if step.batch is not None:
             run.batch = step.batch
-        self.check_budget(run.batch, step.expected_stop or step.stop)
+        if run.last is None or step.expected_stop is None:  # a generation is counted once
+            stop = step.expected_stop or step.stop
+            run.planned += self.check_budget(run.batch, step.start, step.stop, stop)
         again = run.last is not None and step.start < run.last.stop  # the whole text once more
         start = run.last.stop if again and run.last is not None else step.start
         run.last = step
@@ -453,16 +460,19 @@ class Recorder:
         if self.spec.incl_bwd:
             run.places.append(Place(step, part))
 
-    def check_budget(self, batch: int, columns: int) -> None:
-        """ValueError when so many columns of text would be more than the spec's `max_bytes`."""
+    def check_budget(self, batch: int, start: int, prefilled: int, stop: int) -> int:
+        """What columns `start:stop` will come to in bytes, those from `prefilled` on one by one.
+        ValueError when that, and what there is already, is more than the spec's `max_bytes`."""
         if self._sizes is None:
-            return
-        needed = bytes_of(self.spec, self._sizes, batch, columns)
+            return 0
+        new = bytes_of(self.spec, self._sizes, batch, start, prefilled, stop)
+        needed = new + sum(run.planned for run in self.runs)
         if needed > (self.spec.max_bytes or 0):
             raise ValueError(
                 f"this would keep {needed} bytes, more than max_bytes={self.spec.max_bytes}; "
                 "choose fewer names, layers, steps or columns, or a smaller dtype"
             )
+        return new
 
     def _chosen(self, step: StepContext, start: int) -> slice | list[int] | None:
         """The places, in this forward, of the columns to keep; None: there are none."""
@@ -728,15 +738,24 @@ def measured_sizes(model: Any, spec: CaptureSpec) -> list[Size]:
     return sizes
 
 
-def bytes_of(spec: CaptureSpec, sizes: list[Size], batch: int, pos: int) -> int:
-    """What values of these sizes come to for `batch` texts of `pos` columns."""
-    kept = pos if spec.pos_slice is None else Columns(spec.pos_slice).count(0, pos)
+def bytes_of(
+    spec: CaptureSpec, sizes: list[Size], batch: int, start: int, prefilled: int, stop: int
+) -> int:
+    """What values of these sizes come to for columns `start:stop` of `batch` texts, of which those
+    from `prefilled` on come one at a time."""
+    forwards = [(start, prefilled), *((each, each + 1) for each in range(prefilled, stop))]
+    if not callable(spec.steps):  # a function has to see the forward itself: all, then
+        steps = Steps(spec.steps)
+        forwards = [each for number, each in enumerate(forwards) if steps.has(number)]
+    columns = sum(last - first for first, last in forwards)
+    chosen = None if spec.pos_slice is None else Columns(spec.pos_slice)
+    kept = columns if chosen is None else sum(chosen.count(*each) for each in forwards)
     total = 0.0
     for size in sizes:
-        columns = pos if size.axes.pos is None else kept
-        keys = 1.0 if size.axes.unseen is None else pos / MEASURED_ON
-        total += size.nbytes * batch * columns / MEASURED_ON * keys
-    return round(total)
+        keys = 1.0 if size.axes.unseen is None else stop / MEASURED_ON
+        n_columns = columns if size.axes.pos is None else kept
+        total += size.nbytes * batch * n_columns / MEASURED_ON * keys
+    return round(total) * (2 if spec.incl_bwd else 1)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -123,8 +123,8 @@ class CheckpointMethods:
         fold_ln: bool = True,
         center_writing_weights: bool = True,
         center_unembed: bool = True,
+        refactor_factored_attn_matrices: bool = False,  # the classic order of these two
         fold_value_biases: bool = True,
-        refactor_factored_attn_matrices: bool = False,
     ) -> None:
         """Simplify this model's weights in place; hooks stay attached. See `weight_processing`."""
         own = dict(self.state_dict())  # type: ignore[attr-defined]

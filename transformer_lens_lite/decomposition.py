@@ -355,20 +355,30 @@ class ResidualDecomposition:
         behind the sublayer at the scale it had, and the residual multiplier. `bias`: the summand
         takes the norm's own bias along."""
         block = self.model.blocks[layer]
-        first = sublayer == "attn"
-        behind = block.spec.norm_place == "post"
-        name = ("ln1" if first else "ln2") + ("" if behind else "_post")
-        norm = getattr(block, name, None)
-        if isinstance(norm, Norm):
+        norm, _ = self._norm_behind(layer, sublayer)
+        if norm is not None:
             if norm.centred:
                 part = part - part.mean(-1, keepdim=True)
-            scale = chosen.apply(self[f"blocks.{layer}.{name}.hook_scale"], -2)
+            scale = self._scale_behind(layer, sublayer, chosen)
+            assert scale is not None
             part = part / scale
             if hasattr(norm, "w"):
                 part = part * norm.weight()
             if bias and hasattr(norm, "b"):
                 part = part + norm.get_parameter("b")
         return part * block.spec.residual_scale
+
+    def _norm_behind(self, layer: int, sublayer: str) -> tuple[Any, str]:
+        """The norm between a sublayer and the stream, or None, and where its scale is kept."""
+        block = self.model.blocks[layer]
+        name = "ln1" if sublayer == "attn" else "ln2"
+        name += "" if block.spec.norm_place == "post" else "_post"
+        norm = getattr(block, name, None)
+        return norm if isinstance(norm, Norm) else None, f"blocks.{layer}.{name}.hook_scale"
+
+    def _scale_behind(self, layer: int, sublayer: str, chosen: Slice) -> Tensor | None:
+        norm, name = self._norm_behind(layer, sublayer)
+        return None if norm is None else chosen.apply(self[name], -2)
 
     def _heads(self, layer: int, chosen: Slice) -> Iterator[Tensor]:
         attn = self.model.blocks[layer].attn
@@ -401,18 +411,27 @@ class ResidualDecomposition:
         W_out = neurons.apply(mlp.W_out, 0)
         if neurons.mode == "int":  # a single neuron: its axis stays
             acts, W_out = acts[..., None], W_out[None]
-        is_plain = block.spec.post_norm is None and block.spec.norm_place != "post"
-        if projection is not None and is_plain:  # without ever making the vectors
-            return self._behind_scale(layer, acts, W_out @ projection)
+        if projection is not None:  # without ever making the vectors
+            weights = W_out @ self._seen_through_norm(layer, projection)
+            product = acts[..., None] * weights if projection.ndim == 2 else acts * weights
+            scale = self._scale_behind(layer, "mlp", chosen)
+            if scale is not None:
+                product = product / (scale[..., None] if projection.ndim == 2 else scale)
+            return product * block.spec.residual_scale
         # a row per neuron: [..., neuron, d_model]; the norm's scale has no neuron axis
         out = acts[..., None] * W_out
         parts = [self._behind(layer, "mlp", each, chosen, False) for each in out.unbind(-2)]
-        return projected(torch.stack(parts, -2), projection)
+        return torch.stack(parts, -2)
 
-    def _behind_scale(self, layer: int, acts: Tensor, weights: Tensor) -> Tensor:
-        product = acts[..., None] * weights if weights.ndim == 2 else acts * weights
-        scale: float = self.model.blocks[layer].spec.residual_scale
-        return product * scale
+    def _seen_through_norm(self, layer: int, onto: Tensor) -> Tensor:
+        """What an MLP's output is dotted with to give the dot product of `onto` with what the norm
+        behind it makes of that, but for its scale."""
+        norm, _ = self._norm_behind(layer, "mlp")
+        if norm is None:
+            return onto
+        if hasattr(norm, "w"):
+            onto = norm.weight()[:, None] * onto if onto.ndim == 2 else norm.weight() * onto
+        return onto - onto.mean(0, keepdim=True) if norm.centred else onto
 
     def _labelled_neurons(
         self, layer: int, neurons: Slice, chosen: Slice, projection: Tensor | None

@@ -180,7 +180,8 @@ class EditingHooks:
         """ValueError when the model now has others, which would have acted on the prefix too."""
         for name, hook in editing_hooks(model, self.length):
             if (name, hook) not in self.hooks:
-                called = getattr(hook, "__qualname__", repr(hook))
+                function = getattr(hook, "function", hook)
+                called = getattr(function, "__qualname__", repr(function))
                 raise ValueError(
                     f"the hook {called} on {name!r} was not there when this prefix was computed, "
                     f"and would have acted on its {self.length} positions. Compute the prefix with "
@@ -192,9 +193,16 @@ class EditingHooks:
         return {"length": self.length, "hooks": []}  # functions do not outlive their process
 
 
+class Limited(NamedTuple):
+    """A hook, and where it acts."""
+
+    function: Any
+    limits: str
+
+
 def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
-    """(point, function) of the forward hooks that may act on the first `length` columns, torch's
-    own among them; those marked as listeners only look."""
+    """(name, hook) of the forward hooks of points and modules that may act on the first `length`
+    columns, torch's own among them; those marked as listeners only look."""
     for name, point in model.hook_dict.items():
         if not point.listened:
             continue
@@ -202,7 +210,12 @@ def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
             yield name, hook
         for handle in point.fwd_hooks:
             if not handle.is_listener and acts_on(handle, length):
-                yield name, handle.user_hook
+                yield name, Limited(handle.user_hook, repr(handle.limits))
+    for name, module in model.mod_dict.items():
+        if name not in model.hook_dict:
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                if not getattr(hook, "is_listener", False):
+                    yield name, hook
 
 
 def acts_on(handle: Any, length: int) -> bool:

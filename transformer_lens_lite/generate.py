@@ -393,7 +393,10 @@ def generate(
         feeds_last = captured and include_last
         generation = start_generation(model, input, captured, feeds_last, **arguments)
         if recorder is not None:
-            recorder.check_budget(len(generation.tokens), generation.expected_stop)
+            start = 0 if generation.cache is None else generation.cache.length
+            prefilled = start + generation.prompt.shape[1]
+            rows, stop = len(generation.tokens), generation.expected_stop
+            recorder.check_budget(rows, start, prefilled, stop)
         logits = run_through(generation, verbose, output_logits)
     result = finished_form(generation, input, return_type)
     if output_logits or output_scores:

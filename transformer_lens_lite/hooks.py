@@ -148,6 +148,10 @@ class Limits:
         """Whether the hook acts everywhere."""
         return self.steps.is_all and self.columns is None and self.call is None
 
+    def __repr__(self) -> str:
+        columns = None if self.columns is None else self.columns.range or self.columns.list
+        return f"Limits(when={self.steps!r}, pos={columns!r}, call={self.call!r})"
+
     def refuse_on(self, point: "HookPoint") -> None:
         """ValueError for columns of a value that has none."""
         if self.columns is not None and point.pos_axis is None:

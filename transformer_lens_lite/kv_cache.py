@@ -693,6 +693,7 @@ class KeyValueCache:
         """A cache like this one, with other contents."""
         new = copy.copy(self)
         new.entries, new._mask = entries, mask
+        new._trusted = None  # whoever reads it first is checked
         return new
 
     def __copy__(self) -> "KeyValueCache":

@@ -58,12 +58,15 @@ class Recording:
 
     values: tensors by name, columns joined; where they cannot be, by "name:call".
     others: what is no tensor, likewise.
+    in_graph: single calls ("name:call") of a value whose joined form is a copy further on in the
+        graph; the loss depends on these.
     calls: of which visits a name's value is made up.
     columns: [kept] absolute columns; tokens and attention_mask are of those.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    in_graph: dict[str, Tensor] = field(default_factory=dict)
     calls: dict[str, list[Call]] = field(default_factory=dict)
     axes: dict[str, Axes] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
@@ -98,8 +101,10 @@ class Recording:
 
     def piece(self, name: str, call: Call) -> Any:
         """What one call of a point saw; a view of the joined value where there is one."""
+        apart = f"{name}:{call.number}"
+        if apart in self.in_graph:
+            return self.in_graph[apart]
         if name not in self.values:
-            apart = f"{name}:{call.number}"
             return self.others[apart] if apart in self.others else self.values[apart]
         value, axis = self.values[name], self.axis(name)
         if axis is None:
@@ -162,6 +167,7 @@ class Recording:
             self,
             values=values,
             others=others,
+            in_graph={},
             calls=calls,
             forwards=forwards,
             columns=self.columns[flat],
@@ -179,6 +185,7 @@ class Recording:
         return replace(
             self,
             values={name: at(value, 0, rows) for name, value in self.values.items()},
+            in_graph={},
             tokens=None if self.tokens is None else at(self.tokens, 0, rows),
             attention_mask=None
             if self.attention_mask is None

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Int
@@ -160,6 +160,13 @@ class Steps:
 
     def __contains__(self, step: StepContext) -> bool:
         return self.is_all or self._matches(step)
+
+    def has(self, number: int) -> bool:
+        """Whether the step of this number is chosen, 0 being the prefill; for choices that are no
+        function."""
+        if isinstance(self.when, str):
+            return self.when in ("all", "decode" if number else "prefill")
+        return Columns(cast(Pos, self.when), "when", "steps").count(number, number + 1) > 0
 
     @staticmethod
     def _matcher(when: When, name: str) -> Callable[[StepContext], bool]:
