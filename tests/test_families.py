@@ -328,11 +328,14 @@ def test_fields_a_file_leaves_out_hold_the_default_of_the_hf_class(model_type: s
     assert cfg.n_ctx == whole.n_ctx
 
 
+@pytest.mark.parametrize("n_layers", [1, 2])
 @pytest.mark.parametrize("name", among("window", "nope", "dense"))
 @torch.no_grad()
-def test_the_first_layers_are_a_checkpoint_of_their_own(name: str, tmp_path: Path) -> None:
+def test_the_first_layers_are_a_checkpoint_of_their_own(
+    name: str, n_layers: int, tmp_path: Path
+) -> None:
     """The config is written anew, and Hugging Face computes by it what we do."""
-    model = load(tiny.build(name), first_n_layers=2)
+    model = load(tiny.build(name), first_n_layers=n_layers)
     model.save_pretrained(tmp_path)
     tokens = tiny.tokens(tiny.config(name))[:, : model.cfg.n_ctx]
     assert_close(hf_run(tiny.read(tmp_path), tokens).logits, model(tokens))

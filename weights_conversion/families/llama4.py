@@ -57,11 +57,8 @@ def read_config(reading: Reading) -> dict[str, Any]:
         chunks = {"use_local_attn": True, "window_size": chunk, "attn_types": types}
     norm: dict[str, Any] = {}
     if reading.flag("use_qk_norm", True):
-        norm = {"use_qk_norm": True, "qk_norm_type": "RMSPre"}
-        # those that do not turn have none, and the norm takes a factor of the turn out again;
-        # else the order is all one
-        if not all(turns) or fields["rotary_scaling"] is not None:
-            norm["qk_norm_after_rotary"] = True
+        # those that do not turn have none, and the norm takes a factor of the turn out again
+        norm = {"use_qk_norm": True, "qk_norm_type": "RMSPre", "qk_norm_after_rotary": True}
     mixture = {
         "num_experts": reading.size("num_local_experts", 16),
         "experts_per_token": reading.size("num_experts_per_tok", 1),
