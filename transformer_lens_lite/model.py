@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -439,9 +440,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         n = self.cfg.n_layers
         numbers = []
         for name, number, default in (("start_at_layer", start, 0), ("stop_at_layer", stop, n)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise ValueError(f"{name} must be a layer's number, got {number!r}")
-            value = default if number is None else number + n if number < 0 else number
+            try:
+                value = default if number is None else operator.index(number)  # numpy's too
+            except TypeError:
+                raise ValueError(f"{name} must be a layer's number, got {number!r}") from None
+            value += n if value < 0 else 0
             if not 0 <= value <= n:
                 raise ValueError(f"{name}={number} is outside a model of {n} layers")
             numbers.append(value)
