@@ -281,3 +281,32 @@ def test_what_does_not_fit_into_a_dataset_is_refused_whole(tmp_path: Path) -> No
     (tmp_path / "rows-000002.safetensors").rename(tmp_path / "rows-000001.safetensors")
     with pytest.raises(ValueError, match="damaged"):
         ActivationDataset(tmp_path)
+
+
+def test_a_store_whose_saving_was_interrupted_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loud.build()
+    store = ActivationStore()
+    for seed in range(3):
+        with model.capture("resid_post", store=store, number=seed):
+            model(loud.tokens(1, 4))
+    save, written = ActivationCache._save, []
+
+    def interrupted(self: Any, path: Path, **how: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        save(self, path, **how)
+
+    monkeypatch.setattr(ActivationCache, "_save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(tmp_path / "runs")
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError):
+        ActivationStore.load(tmp_path / "runs")
+    store.save(tmp_path / "runs")
+    assert len(ActivationStore.load(tmp_path / "runs")) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["runs"]
+    with pytest.raises(FileExistsError):
+        store.save(tmp_path / "runs")

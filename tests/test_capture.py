@@ -1162,3 +1162,13 @@ def test_C1_a_long_capture_costs_little_more_than_what_it_keeps() -> None:
     extra = peak(return_cache=name) - peak()
     step = 24 * 4
     assert extra <= 1.2 * (8 + 96) * step + step, extra
+
+
+def test_a_piece_that_an_interrupt_left_uncounted_is_dropped() -> None:
+    model, ids = loud.build(), loud.tokens(2, P)
+    with model.capture("resid_post") as cache:
+        model(ids)
+        series = cache._recorder.runs[0].series["blocks.0.hook_resid_post"]
+        series.pieces.append(torch.zeros(2, 1, 24))  # as between two lines of `Series.add`
+    assert cache["resid_post", 0].shape == (2, P, 24)
+    assert len(cache.steps("resid_post", 0)) == 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite import fingerprint as fingerprints
+from transformer_lens_lite import prefixes as prefixes_module
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 from transformer_lens_lite.prefixes import PrefixCache
@@ -709,3 +710,60 @@ def test_a_hook_that_acted_elsewhere_and_a_modules_own_hook_are_other_hooks() ->
     handle.remove()
     with model.capture("blocks.0.mlp"):  # looks only
         model(ids[:, 3:], past_kv_cache=prefix)
+
+
+def test_other_weights_at_the_same_address_are_other_weights() -> None:
+    model, ids = native.build("rotary"), native.tokens(2, 6)
+    attention = model.blocks[0].attn
+    for _ in range(30):
+        prefix = model.prefix(ids[:1, :3])
+        seen = {attention.W_O.data_ptr()}
+        for _ in range(2):  # the second often lands where the first was
+            attention.W_O.data = attention.W_O.data.clone() + 0.1
+            seen.add(attention.W_O.data_ptr())
+        with pytest.raises(ValueError, match="weights"):
+            model(ids[:, 3:], past_kv_cache=prefix)
+
+
+def test_a_trie_that_runs_out_of_memory_while_parting_a_run_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 9)
+    prefixes = PrefixCache(model, 2**24)
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    expected = prefixes.generate(ids, 3, **how)
+    other = torch.cat((ids[:, :4], (ids[:, 4:] + 1) % 23), 1)
+    whole = prefixes_module.columns
+
+    def columns(layers: Any, which: slice) -> Any:
+        if which.start:
+            raise MemoryError
+        return whole(layers, which)
+
+    monkeypatch.setattr(prefixes_module, "columns", columns)
+    with pytest.raises(MemoryError):
+        prefixes.generate(other, 3, **how)
+    monkeypatch.undo()
+    assert torch.equal(prefixes.generate(ids, 3, **how), expected)
+    assert torch.equal(prefixes.generate(other, 3, **how), model.generate(other, 3, **how))
+
+
+def test_an_interrupt_while_a_cache_is_frozen_leaves_it_growing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = native.build("rotary"), native.tokens(2, 6)
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+
+    def interrupted(model: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fingerprints, "weights_digest", interrupted)
+    fingerprints.forget(model)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            ids, 2, past_kv_cache=cache, return_cache="resid_post", stop_at_eos=False, verbose=False
+        )
+    monkeypatch.undo()
+    assert not cache.frozen
+    assert not any(entry.frozen for entry in cache.entries)
+    model(ids[:, :1], past_kv_cache=cache)

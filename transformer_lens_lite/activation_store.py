@@ -6,6 +6,7 @@ turn, with spans for the phases of a message.
 
 import itertools
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,8 +191,10 @@ class ActivationStore:
     # -- keeping --
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Every run as a safetensors file in a new folder; tags must be plain data."""
+        """Every run as a safetensors file in a new folder; tags must be plain data. The folder is
+        there when all of it is."""
         place = Path(folder)
+        unfinished = place.with_name(f"{place.name}.unfinished")
         for _, tags in self._runs:  # before anything is written
             for tag, value in tags.items():
                 if not survives_json(value):
@@ -199,9 +202,13 @@ class ActivationStore:
                         f"the tag {tag}={value!r} would not come back from a file as it is; tags "
                         "that are saved are texts, numbers, None, and lists and dicts of them"
                     )
-        place.mkdir(parents=True)
+        if place.exists():
+            raise FileExistsError(f"{place} exists")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
         for number, (cache, tags) in enumerate(self._runs):
-            cache._save(place / f"run-{number:06d}.safetensors", tags=tags)
+            cache._save(unfinished / f"run-{number:06d}.safetensors", tags=tags)
+        unfinished.rename(place)
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> "ActivationStore":

@@ -141,8 +141,12 @@ class Series:
 
     def add(self, call: Call, value: Any) -> None:
         """One more piece."""
-        self.calls.append(call)
         self.pieces.append(value)
+        self.calls.append(call)
+
+    def drop_halves(self) -> None:
+        """Forget a piece that an interrupt kept from being counted."""
+        del self.pieces[len(self.calls) :]
 
     def write(self, call: Call, value: Tensor, non_blocking: bool) -> None:
         """One more piece, into the buffer."""
@@ -281,6 +285,7 @@ class Run:
         """What is kept so far, joined."""
         record = Recording(forwards=list(self.forwards))
         for name, series in self.series.items():
+            series.drop_halves()
             record.calls[name] = list(series.calls)
             record.axes[name] = series.axes
             value = series.joined(self.forwards)

@@ -231,8 +231,8 @@ class Generation:
         if self.cache is None or self.own_cache:
             self._next_logits()
             return
-        self.cache.freeze()
         try:
+            self.cache.freeze()
             self._next_logits()
         finally:
             self.cache.unfreeze()

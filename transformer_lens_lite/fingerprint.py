@@ -27,7 +27,7 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 CHUNK = 2**16  # elements hashed by one product: they stay in a core's cache
 WITHOUT_CHECK = "Fill it anew, or use cache.unchecked() to go without this check"
 
-WeightsVersion = tuple[tuple[int, int, int], ...]
+WeightsVersion = tuple[tuple[int, Any, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ def weights_version(model: Any) -> WeightsVersion:
         waiting += [child for child in module._modules.values() if child is not None]
         for p in module._parameters.values():
             if p is not None:
-                version.append((id(p), p.data_ptr(), 0 if p.is_inference() else p._version))
+                # the memory by a reference, which dies with it: addresses are given out again
+                memory = weakref.ref(p.untyped_storage())
+                n_edits = 0 if p.is_inference() else p._version
+                version.append((id(p), memory, p.data_ptr(), n_edits))
     return tuple(version)
 
 

@@ -599,13 +599,13 @@ class KeyValueCache:
         self._set_frozen(False)
 
     def _set_frozen(self, frozen: bool) -> None:
-        self.frozen = frozen
         if frozen:
-            self._origin = self.origin
+            self._origin = self.origin  # takes a while: an interrupt here changes nothing
         for entry in self.entries:
             entry.frozen = frozen
             if frozen:  # a prefix is data: graphs that made it are not kept alive through it
                 entry._keys, entry._values = entry._keys.detach(), entry._values.detach()
+        self.frozen = frozen
 
     def clone(self) -> "KeyValueCache":
         """A copy that shares no memory with this one."""

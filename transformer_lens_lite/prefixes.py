@@ -80,12 +80,13 @@ class Run:
     def split(self, at: int) -> "Run":
         """Part it in two, of which this one is the second; return the first."""
         assert self.parent is not None  # the root has no tokens to part
-        head = Run(self.tokens[:at], columns(self.layers, slice(at)), self.parent)
+        # all copies before any link: where memory runs out, the trie stays as it was
+        first, second = columns(self.layers, slice(at)), columns(self.layers, slice(at, None))
+        head = Run(self.tokens[:at], first, self.parent)
         head.last_used = self.last_used
         head.children[self.tokens[at]] = self
         self.parent.children[head.tokens[0]] = head
-        self.tokens, self.layers = self.tokens[at:], columns(self.layers, slice(at, None))
-        self.parent = head
+        self.tokens, self.layers, self.parent = self.tokens[at:], second, head
         return head
 
 
