@@ -40,6 +40,11 @@ def test_sizes_that_are_not_given_are_filled_in() -> None:
     assert config(n_heads=3).n_heads == 3  # heads need not fill the model
     assert config(attn_only=True, act_fn=None).d_mlp == 96
     assert config(use_attn_scale=False).attn_scale == -1.0
+    turning = config(**ROTARY)
+    still = dataclasses.replace(
+        turning, positional_embedding_type="none", rotary_base=10000.0, use_attn_scale=False
+    )  # what was filled in goes with what it was for
+    assert (still.rotary_dim, still.attn_scale) == (None, -1.0)
     assert config(init_mode="muP").initializer_range == 1.0
     assert config(d_vocab_out=5).d_vocab_out == 5
     assert cfg.device == "cpu"

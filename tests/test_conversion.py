@@ -498,7 +498,7 @@ def test_a_field_that_transformers_has_not_either_is_ignored_and_said() -> None:
 def test_an_unknown_field_of_a_type_transformers_has_not_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weights_conversion.fields.hf_class_defaults", lambda t: {})
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
     with pytest.raises(ValueError, match=r"config.json has fields .*new_field=3.*pass hf_config="):
         understand({**tiny.config("llama").to_dict(), "new_field": 3})
 

@@ -272,16 +272,18 @@ class HookedTransformerConfig:
             self.n_heads = self.d_model // self.d_head
         if self.d_mlp is None:
             self.d_mlp = 4 * self.d_model
-        if self.use_attn_scale and self.attn_scale == -1.0:
-            self.attn_scale = math.sqrt(self.d_head)
+        default = math.sqrt(self.d_head)  # goes again with what it is the default of
+        if self.attn_scale in (-1.0, default):
+            self.attn_scale = default if self.use_attn_scale else -1.0
         if self.initializer_range == -1.0:
             self.initializer_range = (
                 0.8 / math.sqrt(self.d_model) if self.init_mode == "gpt2" else 1.0
             )
         if self.d_vocab_out == -1:
             self.d_vocab_out = self.d_vocab
-        if self.positional_embedding_type == "rotary" and self.rotary_dim is None:
-            self.rotary_dim = self.d_head
+        if self.rotary_dim in (None, self.d_head):
+            rotary = self.positional_embedding_type == "rotary"
+            self.rotary_dim = self.d_head if rotary else None
         if self.use_normalization_before_and_after:
             if self.norm_place in ("post", "stream", "skip"):
                 raise ValueError(
