@@ -498,9 +498,10 @@ def test_a_field_that_transformers_has_not_either_is_ignored_and_said() -> None:
 def test_an_unknown_field_of_a_type_transformers_has_not_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    hf_config = tiny.config("llama").to_dict()
     monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
     with pytest.raises(ValueError, match=r"config.json has fields .*new_field=3.*pass hf_config="):
-        understand({**tiny.config("llama").to_dict(), "new_field": 3})
+        understand({**hf_config, "new_field": 3})
 
 
 def test_a_field_of_the_hf_class_may_hold_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
