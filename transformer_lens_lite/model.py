@@ -552,7 +552,18 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         past = self._past_length(cache, layers, batch, n_new)
         mask = self._joined_mask(attention_mask, batch, n_new, past, cache)
         self._check_length(past + n_new, mask)
-        return ForwardContext(batch, n_new, start.device, self.embed.W_E.dtype, past, mask, cache)
+        known = None if cache is None else cache.padding
+        is_known = known is not None and known.shape[1] > past  # other layers have been here
+        return ForwardContext(
+            batch,
+            n_new,
+            start.device,
+            self.embed.W_E.dtype,
+            past,
+            mask,
+            cache,
+            new_are_real=attention_mask is None and not is_known,
+        )
 
     def _past_length(
         self, cache: KeyValueCache | None, layers: range, batch: int, n_new: int

@@ -113,6 +113,7 @@ class ForwardContext(Memo):
             position is padding.
         shortformer_pos_embed: [row, pos, d_model], added to what makes queries and keys.
         token_type_ids: [batch, pos] of the new tokens; None: all are of the first type.
+        new_are_real: no new position is padding, whatever the cached ones are.
     """
 
     def __init__(
@@ -126,9 +127,11 @@ class ForwardContext(Memo):
         cache: KeyValueCache | None = None,
         shortformer_pos_embed: Float[Tensor, "row pos d_model"] | None = None,
         token_type_ids: Int[Tensor, "batch pos"] | None = None,
+        new_are_real: bool = False,
     ) -> None:
         super().__init__()
         self.batch = batch
+        self.new_are_real = new_are_real or attention_mask is None
         self.n_new = n_new
         self.n_past = past_length
         self.n_keys = past_length + n_new
@@ -242,19 +245,20 @@ class ForwardContext(Memo):
             is_causal=bites and not local and not padded and alibi is None and not self.n_past,
             visible=partial(self._visible, causal, window, chunk) if bites else None,
             distance=partial(self._alibi, alibi) if alibi is not None else None,
-            has_padding=self._has_padded_queries,
+            has_padding=self.has_padded_queries,
             n_open=0 if local or padded or alibi is not None else self.n_past,
             dtype=self.dtype,
         )
 
     @property
-    def _has_padded_queries(self) -> bool:
+    def has_padded_queries(self) -> bool:
         """Whether a new position is padding: only such a one may see nothing, not even itself."""
         return self._once("padded_queries", self._look_for_padded_queries)
 
     def _look_for_padded_queries(self) -> bool:
-        if self.attention_mask is None:
+        if self.new_are_real:
             return False
+        assert self.attention_mask is not None
         # the test would break a compiled graph
         new = self.attention_mask[:, self.n_past :]
         return torch.compiler.is_compiling() or not bool(new.all())

@@ -94,7 +94,8 @@ class PosEmbed(Component):
         mask = context.new_tokens_mask
         if mask is None:
             return self.W_pos[None, context.n_past : context.n_keys]
-        return torch.embedding(self.W_pos, context.positions) * mask[..., None].to(self.W_pos.dtype)
+        rows = torch.embedding(self.W_pos, context.positions)
+        return rows * mask[..., None].to(rows.dtype) if context.has_padded_queries else rows
 
 
 class TokenTypeEmbed(Component):
