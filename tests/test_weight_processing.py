@@ -4,9 +4,12 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import native
 import pytest
+import tiny
 import torch
 
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
@@ -658,3 +661,19 @@ def test_result_needs_no_gradient() -> None:
     parameters = dict(model.named_parameters())
     _, state = wp.process_weights(model.cfg, parameters)
     assert not state["blocks.0.attn.W_Q"].requires_grad
+
+
+def test_processed_names_the_steps_that_were_taken_and_no_others(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="center_unembed is left out"):
+        capped = HookedTransformer.from_pretrained(hf_model=tiny.build("gemma2"), device="cpu")
+    assert capped.processed == {"fold_ln", "fold_value_biases"}
+    with pytest.raises(ValueError, match=r"processed \(fold_ln, fold_value_biases\)"):
+        capped.save_pretrained(tmp_path)
+    nothing = HookedTransformer.from_pretrained_no_processing(
+        hf_model=tiny.build("llama"), device="cpu", center_writing_weights=True
+    )
+    assert nothing.processed == set()  # RMSNorms see a stream's mean
+    nothing.save_pretrained(tmp_path)
+    again = native.build("rms")
+    again.process_weights_(fold_ln=False)
+    assert again.processed == {"center_unembed", "fold_value_biases"}

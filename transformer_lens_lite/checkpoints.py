@@ -164,9 +164,10 @@ class CheckpointMethods:
     def _process(self, state: dict[str, Tensor], flags: dict[str, Any]) -> None:
         from transformer_lens_lite.weight_processing import process_weights
 
-        cfg, processed = process_weights(self.cfg, state, **flags)
+        taken: set[str] = set()
+        cfg, processed = process_weights(self.cfg, state, **flags, taken=taken)
         self._become(cfg, processed)
-        self.processed = self.processed | {name for name, on in flags.items() if on}
+        self.processed = self.processed | taken
 
     def _completed(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         own = dict(self.state_dict())  # type: ignore[attr-defined]

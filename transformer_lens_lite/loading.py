@@ -660,18 +660,19 @@ def load_pretrained(
         overrides["default_prepend_bos"] = default_prepend_bos
     cfg, table = _understand(checkpoint, first_n_layers, overrides)
     target = torch.device(cfg.device or "cpu") if move_to_device else torch.device("cpu")
-    steps = {name for name, wanted in (processing or {}).items() if wanted}
+    is_processed, taken = any((processing or {}).values()), set[str]()
     wanted = parse_dtype(cfg.dtype)
     with _bar(checkpoint.n_bytes()) as bar:
-        source = _Delivered(checkpoint, target, wanted, bool(steps), bar.update)
+        source = _Delivered(checkpoint, target, wanted, is_processed, bar.update)
         state = _read_state(table, source)
         # all sizes are known to be true by now
         _conversion().check_angles(cfg, checkpoint.where)
         _set_context(cfg, state, n_ctx)
-        if steps:
+        if is_processed:
             width = torch.promote_types(wanted, torch.float32)
-            flags: dict[str, Any] = {**(processing or {}), "dtype": width, "rounded_to": wanted}
-            cfg, state = process_weights(cfg, state, consume=True, progress=bar.update, **flags)
+            how: dict[str, Any] = {"dtype": width, "rounded_to": wanted, "taken": taken}
+            how |= {**(processing or {}), "consume": True, "progress": bar.update}
+            cfg, state = process_weights(cfg, state, **how)
     if tokenizer is None and model_name is not None:
         tokenizer = load_tokenizer(model_name, revision, trust_remote_code)
     later = parameters_come_later.set(True)
@@ -685,7 +686,7 @@ def load_pretrained(
         raise ValueError(
             f"{checkpoint.where} and its weights do not go together: {error}"
         ) from None
-    model.processed = frozenset(steps)
+    model.processed = frozenset(taken)
     if is_native(checkpoint.config):
         model.processed |= frozenset(checkpoint.config.get(PROCESSED) or ())
     else:

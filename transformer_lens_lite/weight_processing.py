@@ -69,6 +69,7 @@ def process_weights(
     rounded_to: torch.dtype | None = None,
     consume: bool = False,
     progress: Callable[[int], Any] | None = None,
+    taken: set[str] | None = None,
 ) -> Processed:
     """Apply the steps that are asked for, in this order; log-probabilities stay as they are.
 
@@ -78,6 +79,7 @@ def process_weights(
     rounded_to: the dtype of the results (None: each tensor keeps its own).
     consume: empty `state` on the way, so that it and the results are never in memory together.
     progress: is told how many bytes of `state` have been rewritten, section by section.
+    taken: gets the names of the steps that were not left out.
     """
     wanted: list[tuple[bool, type[Step]]] = [
         (fold_ln, FoldLayerNorm),
@@ -87,7 +89,7 @@ def process_weights(
         (refactor_factored_attn_matrices, RefactorFactoredAttnMatrices),
     ]
     steps = [step() for flag, step in wanted if flag]
-    return rewritten(cfg, state, steps, dtype, rounded_to, consume, progress)
+    return rewritten(cfg, state, steps, dtype, rounded_to, consume, progress, taken)
 
 
 def fold_layer_norm(
@@ -408,6 +410,7 @@ def rewritten(
     rounded_to: torch.dtype | None = None,
     consume: bool = False,
     progress: Callable[[int], Any] | None = None,
+    taken: set[str] | None = None,
 ) -> Processed:
     """Run the steps that apply on one section after the other.
 
@@ -426,6 +429,8 @@ def rewritten(
         accepted.append(step)
         for field, value in step.changes(cfg, own).items():
             setattr(cfg, field, value)
+    if taken is not None:
+        taken.update(step.name for step in accepted)
     parts = sections(own)
     if consume:
         state.clear()
