@@ -223,6 +223,21 @@ def test_A5_a_module_without_arguments_and_modules_over_several_steps() -> None:
         cache.blocks[1].attn.inputs  # noqa: B018
 
 
+def test_A5_the_first_keyword_is_the_input_where_nothing_is_positional() -> None:
+    class Named(torch.nn.Module):
+        def forward(self, *, x: Tensor, times: float) -> Tensor:
+            return x * times
+
+    model, ids = loud.build(), loud.tokens(1, P)
+    model.named = Named()
+    model.setup()
+    model.add_hook("hook_embed", lambda value, hook: model.named(x=value, times=2.0))
+    with model.capture(CaptureSpec(["named", "hook_embed"], inputs=True)) as cache:
+        model(ids)
+    torch.testing.assert_close(cache.named.output, 2 * cache.named.input)
+    assert cache.named.inputs[1]["times"] == 2.0
+
+
 def test_A5_specs_that_would_keep_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="would keep nothing"):
         CaptureSpec("resid_post", outputs=False)
@@ -297,6 +312,14 @@ def test_A7_dtype_and_device_are_for_floats() -> None:
     assert cache["resid_post", 1].dtype == torch.bfloat16
     _, exact = generated(model, ids, "resid_post")
     assert torch.equal(cache["resid_post", 1], exact["resid_post", 1].bfloat16())
+    with model.capture(spec) as cache:  # outside of generations, too
+        model(ids)
+    assert cache["hook_tokens"].dtype == torch.int64
+    assert cache["resid_post", 1].dtype == torch.bfloat16
+    unordered = CaptureSpec("resid_post", pos_slice=[5, 3, 1])
+    _, cache = generated(model, ids, unordered)
+    assert cache.columns.tolist() == [1, 3, 5]
+    assert torch.equal(cache["resid_post", 1], exact["resid_post", 1][:, [1, 3, 5]])
     with pytest.raises(ValueError, match="detach=False with device= or dtype="):
         CaptureSpec("resid_post", detach=False, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="detach=False with device= or dtype="):
