@@ -18,6 +18,7 @@ from torch import Tensor
 
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.prefixes import PrefixCache
 
 GREEDY: dict[str, Any] = {"do_sample": False, "stop_at_eos": False}
 TEMPLATE = (
@@ -127,6 +128,21 @@ def test_without_a_template_or_a_tokenizer_the_error_says_so() -> None:
     assert model.generate(CHAT, 1, **GREEDY).startswith("[user] The cat?")
     with pytest.raises(ValueError, match="needs a tokenizer"):
         loud.build().generate(CHAT, **GREEDY)
+
+
+@pytest.mark.parametrize("chats", [CHAT, [CHAT, LONGER]])
+@pytest.mark.parametrize("return_type", ["input", "tokens"])
+def test_a_prefix_cache_takes_chats_as_generate_does(chats: Any, return_type: str) -> None:
+    model = talking(gpt2_like)
+    prefixes = PrefixCache(model, 2**24)
+    expected = model.generate(chats, 4, return_type=return_type, **GREEDY)
+    for _ in range(2):
+        found = prefixes.generate(chats, 4, return_type=return_type, **GREEDY)
+        same = (
+            torch.equal if return_type == "tokens" else str.__eq__ if chats is CHAT else list.__eq__
+        )
+        assert same(found, expected)
+    assert prefixes.hits > 0
 
 
 # --- streams --------------------------------------------------------------------------------------

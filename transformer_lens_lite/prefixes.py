@@ -10,13 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.fingerprint import EditingHooks, editing_hooks, fingerprint
+from transformer_lens_lite.generate import is_single, prompt_and_mask
 from transformer_lens_lite.kv_cache import (
     KeyValueCache,
     Segment,
     compact,
     serving,
 )
-from transformer_lens_lite.tokens import is_text
+from transformer_lens_lite.tokens import is_chat, is_text
 
 # arguments of `generate` that look at nothing but new tokens and their logits
 OF_NEW_TOKENS = frozenset({
@@ -185,10 +186,10 @@ class PrefixCache:
         out: Any = self.model.generate(tokens[:, -1:], max_new_tokens, **continued)
         sequences = getattr(out, "sequences", out)
         whole: Any = torch.cat((tokens, sequences[:, 1:]), 1)
-        if return_type == "str" or (return_type != "tokens" and is_text(prompts)):
+        from_text = is_text(prompts) or is_chat(prompts)
+        if return_type == "str" or (return_type != "tokens" and from_text):
             texts = self.model.text.to_string(whole, skip_special_tokens=True)
-            single = isinstance(prompts, str) or (isinstance(prompts, Tensor) and len(tokens) == 1)
-            whole = texts[0] if single else texts
+            whole = texts[0] if is_single(prompts, len(tokens)) else texts
         return whole if sequences is out else dataclasses.replace(out, sequences=whole)
 
     # -- prompts as rows of tokens --
@@ -196,10 +197,7 @@ class PrefixCache:
     def _tokens(
         self, prompts: Any, mask: Tensor | None, prepend_bos: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(prompts, Tensor) and prompts.is_floating_point():
-            return prompts, mask
-        side = "left" if is_text(prompts) else None
-        return self.model._tokens_and_mask(prompts, prepend_bos, side, mask)
+        return prompt_and_mask(self.model, prompts, prepend_bos, mask, None)
 
     def _rows(self, tokens: Tensor, mask: Tensor | None) -> list[list[int]] | None:
         """The tokens of each prompt; None when the trie is not for them."""
