@@ -1189,9 +1189,11 @@ def test_C1_a_long_capture_costs_little_more_than_what_it_keeps() -> None:
 
 def test_a_piece_that_an_interrupt_left_uncounted_is_dropped() -> None:
     model, ids = loud.build(), loud.tokens(2, P)
-    with model.capture("resid_post") as cache:
-        model(ids)
+    kv = KeyValueCache.init_cache(model.cfg, "cpu", 2)
+    with model.capture(CaptureSpec("resid_post", detach=False)) as cache:
+        for part in ids.split(3, 1):
+            model(part, past_kv_cache=kv)
         series = cache._recorder.runs[0].series["blocks.0.hook_resid_post"]
         series.pieces.append(torch.zeros(2, 1, 24))  # as between two lines of `Series.add`
     assert cache["resid_post", 0].shape == (2, P, 24)
-    assert len(cache.steps("resid_post", 0)) == 1
+    assert len(cache.steps("resid_post", 0)) == 2

@@ -1038,6 +1038,21 @@ def test_sizes_of_a_cache_are_positive_integers(size: Any) -> None:
         KeyValueCache.branch.__wrapped__(cache, 2, size)
 
 
+@pytest.mark.parametrize("kind", ["standard", "rotary_gqa"])
+def test_layers_that_come_later_know_the_padding_that_earlier_ones_were_given(kind: str) -> None:
+    """Padding among the new tokens too: a query that is padding sees nothing, which is no NaN."""
+    model, (_, ids, mask) = loud.build(kind), loud.ragged([4, 7, 2])
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", 3)
+    stream = run(model, ids, attention_mask=mask, past_kv_cache=cache, stop_at_layer=1)
+    with model.hooks([("blocks.1.attn.hook_pattern", lambda pattern, hook: pattern)]):  # by steps
+        logits = run(model, stream, start_at_layer=1, past_kv_cache=cache)
+    close(logits, run(model, ids, attention_mask=mask))
+    _, seen = model.run_with_cache(ids, attention_mask=mask)
+    if kind == "standard":
+        assert not seen["hook_pos_embed"][mask == 0].any()
+        assert seen["hook_pos_embed"][mask == 1].all()
+
+
 def test_clone_crop_and_expand_are_copies() -> None:
     model, ids = loud.build("rotary_gqa"), loud.tokens(1, 8)
     cache = filled(model, ids)

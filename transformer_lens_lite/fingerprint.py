@@ -183,7 +183,7 @@ class EditingHooks:
         """ValueError when the model now has others, which would have acted on the prefix too."""
         for name, hook in editing_hooks(model, self.length):
             if (name, hook) not in self.hooks:
-                function = getattr(hook, "function", hook)
+                function = hook.function if isinstance(hook, Limited) else hook
                 called = getattr(function, "__qualname__", repr(function))
                 raise ValueError(
                     f"the hook {called} on {name!r} was not there when this prefix was computed, "

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformer_lens_lite.config import HookedTransformerConfig
-from weights_conversion.fields import Reading, because, reciprocal
+from weights_conversion.fields import Reading, because, reciprocal, score_divisor
 from weights_conversion.parts import ends, head_size, mlp, out_projection, qkv
 from weights_conversion.table import Architecture, Map, Row, Zeros
 
@@ -56,8 +56,8 @@ def read_attention(reading: Reading) -> dict[str, Any]:
 
 
 def write_config(cfg: HookedTransformerConfig, needs: Callable[[str], bool]) -> dict[str, Any]:
-    usual = cfg.attn_scale == math.sqrt(cfg.d_head)
-    scale = None if usual else reciprocal(cfg.attn_scale)
+    divisor = score_divisor(cfg)
+    scale = None if divisor == math.sqrt(cfg.d_head) else reciprocal(divisor)
     return {
         "n_layers": cfg.n_layers,
         "d_model": cfg.d_model,
