@@ -355,13 +355,11 @@ class ResidualDecomposition:
         behind the sublayer at the scale it had, and the residual multiplier. `bias`: the summand
         takes the norm's own bias along."""
         block = self.model.blocks[layer]
-        norm, _ = self._norm_behind(layer, sublayer)
+        norm, name = self._norm_behind(layer, sublayer)
         if norm is not None:
             if norm.centred:
                 part = part - part.mean(-1, keepdim=True)
-            scale = self._scale_behind(layer, sublayer, chosen)
-            assert scale is not None
-            part = part / scale
+            part = part / chosen.apply(self[name], -2)
             if hasattr(norm, "w"):
                 part = part * norm.weight()
             if bias and hasattr(norm, "b"):
@@ -375,10 +373,6 @@ class ResidualDecomposition:
         name += "" if block.spec.norm_place == "post" else "_post"
         norm = getattr(block, name, None)
         return norm if isinstance(norm, Norm) else None, f"blocks.{layer}.{name}.hook_scale"
-
-    def _scale_behind(self, layer: int, sublayer: str, chosen: Slice) -> Tensor | None:
-        norm, name = self._norm_behind(layer, sublayer)
-        return None if norm is None else chosen.apply(self[name], -2)
 
     def _heads(self, layer: int, chosen: Slice) -> Iterator[Tensor]:
         attn = self.model.blocks[layer].attn
@@ -412,26 +406,16 @@ class ResidualDecomposition:
         if neurons.mode == "int":  # a single neuron: its axis stays
             acts, W_out = acts[..., None], W_out[None]
         if projection is not None:  # without ever making the vectors
-            weights = W_out @ self._seen_through_norm(layer, projection)
+            norm, name = self._norm_behind(layer, "mlp")
+            if norm is not None:
+                acts, projection = acts / chosen.apply(self[name], -2), through(norm, projection)
+            weights = W_out @ projection
             product = acts[..., None] * weights if projection.ndim == 2 else acts * weights
-            scale = self._scale_behind(layer, "mlp", chosen)
-            if scale is not None:
-                product = product / (scale[..., None] if projection.ndim == 2 else scale)
             return product * block.spec.residual_scale
         # a row per neuron: [..., neuron, d_model]; the norm's scale has no neuron axis
         out = acts[..., None] * W_out
         parts = [self._behind(layer, "mlp", each, chosen, False) for each in out.unbind(-2)]
         return torch.stack(parts, -2)
-
-    def _seen_through_norm(self, layer: int, onto: Tensor) -> Tensor:
-        """What an MLP's output is dotted with to give the dot product of `onto` with what the norm
-        behind it makes of that, but for its scale."""
-        norm, _ = self._norm_behind(layer, "mlp")
-        if norm is None:
-            return onto
-        if hasattr(norm, "w"):
-            onto = norm.weight()[:, None] * onto if onto.ndim == 2 else norm.weight() * onto
-        return onto - onto.mean(0, keepdim=True) if norm.centred else onto
 
     def _labelled_neurons(
         self, layer: int, neurons: Slice, chosen: Slice, projection: Tensor | None
@@ -509,6 +493,14 @@ def neuron_axis(onto: Tensor | None) -> int:
 def projected(value: Tensor, onto: Tensor | None) -> Tensor:
     """The dot product with vectors, where there are any."""
     return value if onto is None else value @ onto
+
+
+def through(norm: Norm, onto: Float[Tensor, "d_model *output"]) -> Float[Tensor, "d_model *output"]:
+    """What a vector is dotted with to give the dot product of `onto` with what the norm makes of
+    it, but for its scale and bias."""
+    if hasattr(norm, "w"):
+        onto = torch.einsum("m,m...->m...", norm.weight(), onto)
+    return onto - onto.mean(0, keepdim=True) if norm.centred else onto
 
 
 def normed(norm: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:

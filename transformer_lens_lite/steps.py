@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -156,31 +156,27 @@ class Steps:
         self.when = when
         self.is_all = isinstance(when, str) and when == "all"
         self.go_on = isinstance(when, str) and when in ("all", "decode")  # as long as steps come
-        self._matches = self._matcher(when, name)
-
-    def __contains__(self, step: StepContext) -> bool:
-        return self.is_all or self._matches(step)
-
-    def has(self, number: int) -> bool:
-        """Whether the step of this number is chosen, 0 being the prefill; for choices that are no
-        function."""
-        if isinstance(self.when, str):
-            return self.when in ("all", "decode" if number else "prefill")
-        return Columns(cast(Pos, self.when), "when", "steps").count(number, number + 1) > 0
-
-    @staticmethod
-    def _matcher(when: When, name: str) -> Callable[[StepContext], bool]:
+        self._numbers: Columns | None = None
         if isinstance(when, str):
             if when not in PHASES:
                 raise ValueError(
                     f"{name} must be one of {list(PHASES)}, a step, a slice or list of steps, or a "
                     f"function of a StepContext; got {when!r}.{closest(when, PHASES)}"
                 )
-            return lambda step: when in ("all", step.phase)
-        if callable(when):
-            return lambda step: bool(when(step))
-        columns = Columns(when, name, "steps")
-        return lambda step: columns.within(step.step, step.step + 1) is not None
+        elif not callable(when):
+            self._numbers = Columns(when, name, "steps")
+
+    def __contains__(self, step: StepContext) -> bool:
+        if callable(self.when):
+            return bool(self.when(step))
+        return self.has(step.step)
+
+    def has(self, number: int) -> bool:
+        """Whether the step of this number is chosen, 0 being the prefill; for choices that are no
+        function."""
+        if self._numbers is None:
+            return self.when in ("all", "decode" if number else "prefill")
+        return self._numbers.within(number, number + 1) is not None
 
     def __repr__(self) -> str:
         return repr(self.when)
