@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import tiny  # noqa: E402
 
 from transformer_lens_lite import HookedTransformer  # noqa: E402
-from transformer_lens_lite.loading import as_checkpoint  # noqa: E402
 from transformer_lens_lite.model import FLAG_OF_OPTIONAL_POINT  # noqa: E402
+from transformer_lens_lite.saving import as_checkpoint  # noqa: E402
 from transformer_lens_lite.verification import places_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "hook_points.md"

@@ -24,13 +24,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
-from transformer_lens_lite.components import rotary
+from transformer_lens_lite.components import attention, rotary
 from transformer_lens_lite.config_checks import fields_needing
 from transformer_lens_lite.kv_cache import KeyValueCache
 
 # frequencies of a row depend on its length: a cached key keeps those it was turned by
 BY_LENGTH = {"dynamic", "longrope"}
 every_variant = pytest.mark.parametrize("name", native.VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes through blocks of queries goes through more than one."""
+    monkeypatch.setattr(attention, "QUERIES_AT_A_TIME", 5)
+
+
 causal_variant = pytest.mark.parametrize(
     "name", [name for name in native.VARIANTS if "bidirectional" not in name]
 )
@@ -357,6 +365,33 @@ def test_patterns_are_distributions_and_sinks_take_their_share() -> None:
         total = cache["pattern", 0].sum(-1)
         assert torch.allclose(total, torch.ones(())) == complete
         assert (total < 1.0001).all()
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks", "sinks_window_grouped"])
+@torch.no_grad()
+def test_a_softcap_or_sinks_do_not_hold_all_scores_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody listens; and the keys ahead of a block are not even multiplied."""
+    model, tokens = native.build(name), native.tokens()
+    seen: list[tuple[int, int]] = []
+    against = attention.scores_against
+
+    def spy(q: Tensor, keys: Tensor) -> Tensor:
+        scores = against(q, keys)
+        seen.append((scores.shape[2], scores.shape[3]))
+        return scores
+
+    monkeypatch.setattr(attention, "scores_against", spy)
+    model(tokens)
+    assert seen == [(5, 5), (5, 10), (3, 13)] * model.cfg.n_layers
+    seen.clear()
+    model.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")
+    assert seen == [(5, 5), (5, 10), (3, 13), (13, 13)]
+    seen.clear()
+    in_chunks(model, tokens, [4, 9])
+    n = model.cfg.n_layers
+    assert seen == [(4, 4)] * n + [(5, 9), (4, 13)] * n
 
 
 @torch.no_grad()

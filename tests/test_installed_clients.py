@@ -1,8 +1,8 @@
 """sae-lens 6 and circuit-tracer, as they are on the package index, over this library under the name
-transformer_lens.
+transformer_lens; and CircuitsVis, which draws our tensors.
 
 Builds an environment of its own (no transformer-lens in it) and runs the scripts of clients/ there.
-Needs the package index, so it is not part of the default run: `make clients`.
+Needs the package index, so it is not part of `make test`: `make clients`, which CI runs too.
 """
 
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("TEST_CLIENTS"), reason="installs packages; run it with `make clients`"
 )
 
-CLIENTS = ("sae-lens>=6.54,<7", "circuit-tracer>=0.5,<0.6")
+CLIENTS = ("sae-lens>=6.54,<7", "circuit-tracer>=0.5,<0.6", "circuitsvis>=1.43,<2")
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -49,7 +49,7 @@ def python(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", ["sae-lens", "circuit-tracer"])
+@pytest.mark.parametrize("client", ["sae-lens", "circuit-tracer", "circuitsvis"])
 def test_a_client_runs_over_ours(
     client: str, python: Path, tmp_path: Path, project_root: Path
 ) -> None:

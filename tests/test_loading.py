@@ -18,10 +18,11 @@ import tiny
 import torch
 from torch import Tensor
 
-from transformer_lens_lite import loading
+from transformer_lens_lite import loading, saving
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.loading import load_pretrained, save_pretrained, to_hf_state_dict
+from transformer_lens_lite.loading import load_pretrained
 from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.saving import save_pretrained, to_hf_state_dict
 
 TOLERANCE = 1e-4
 
@@ -683,6 +684,8 @@ def test_offline_names_say_so() -> None:
     assert "tiny-lens" in message
     with pytest.raises(FileNotFoundError, match="the hub says"):
         load("not a valid name!")
+    with pytest.raises(FileNotFoundError, match="local_files_only is set, and it is not in the"):
+        HookedTransformer.from_pretrained("somebody/some-model", local_files_only=True)
 
 
 def test_what_the_hub_answers_is_on_the_page_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,16 +731,32 @@ def test_only_the_needed_files_are_downloaded(
     cache.mkdir()
     revisions = set()
 
-    def fake_download(name: str, file: str, revision: str | None = None) -> str:
+    def fake_download(name: str, file: str, revision: str | None = None, **how: Any) -> str:
         assert name == "somebody/llama"
+        assert how == {"token": "secret", "cache_dir": cache, "local_files_only": False}
         revisions.add(revision)
         if not (hub / file).is_file():
             raise EntryNotFoundError(f"404 {file}")
         return shutil.copy(hub / file, cache / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fake_download)
-    monkeypatch.setattr(loading, "load_tokenizer", lambda *args: None)
-    model = load("somebody/llama", revision="v2")
+    asked: list[Any] = []
+
+    class NoTokenizer:
+        @staticmethod
+        def from_pretrained(name: str, **options: Any) -> None:
+            asked.append(options)
+
+    monkeypatch.setattr("transformers.AutoTokenizer", NoTokenizer)
+    how: dict[str, Any] = {"revision": "v2", "token": "secret", "cache_dir": cache}
+    how |= {"device": "cpu", "attn_implementation": "eager"}
+    load = HookedTransformer.from_pretrained_no_processing
+    model = load("somebody/llama", **how)
+    (options,) = asked
+    assert options.pop("trust_remote_code") is False
+    assert options == {
+        "revision": "v2", "token": "secret", "cache_dir": cache, "local_files_only": False,
+    }  # fmt: skip
     assert model.cfg.model_name == "somebody/llama"
     assert revisions == {"v2"}
     assert {p.name for p in cache.iterdir()} == {p.name for p in hub.iterdir()} - {
@@ -747,7 +766,7 @@ def test_only_the_needed_files_are_downloaded(
     for weights in (*hub.glob("*.safetensors"), *hub.glob("*.bin")):
         weights.unlink()
     with pytest.raises(FileNotFoundError, match=r"the shard model-00001|has none of model\.safe"):
-        load("somebody/llama", revision="v2")
+        load("somebody/llama", **how)
 
 
 @pytest.mark.parametrize("name", ["GatedRepoError", "RepositoryNotFoundError"])
@@ -875,7 +894,7 @@ def test_a_failed_save_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyP
     def full_disk(path: Path, value: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(loading, "_write_json", full_disk)
+    monkeypatch.setattr(saving, "_write_json", full_disk)
     with pytest.raises(OSError, match="no space left"):
         save_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -537,6 +538,40 @@ def test_bad_sweeps_are_refused_before_anything_is_run() -> None:
         patch(patch_setter=lambda corrupted, index, clean: corrupted[:, :2])
     with pytest.raises(TypeError, match="metric must return"):
         patching.get_act_patch_attn_head_out_all_pos(model, corrupted, cache, lambda x: "high")
+
+
+def test_texts_of_other_lengths_or_numbers_are_said() -> None:
+    model = native.build()
+    corrupted, clean = native.tokens(2, 10).split(5, 1)
+    sweep = patching.get_act_patch_resid_pre
+    _, longer = model.run_with_cache(native.tokens(2, 7))
+    with pytest.warns(UserWarning, match="7 positions and the corrupted one 5.*from the left"):
+        got = sweep(model, corrupted, longer, metric_5)
+    _, cut = model.run_with_cache(native.tokens(2, 7), pos_slice=(0, 5))
+    torch.testing.assert_close(got, sweep(model, corrupted, cut, metric_5))
+    _, shorter = model.run_with_cache(clean[:, :4])
+    _, fewer = model.run_with_cache(native.tokens(3, 5))
+    for cache, size in ((shorter, r"\[2, 4, 14\]"), (fewer, r"\[3, 5, 14\]")):
+        what = rf"{size}, the corrupted one \[2, 5, 14\].*as many tokens and rows"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ValueError, match=what):
+                sweep(model, corrupted, cache, metric_5)
+    _, one = model.run_with_cache(clean[:1])  # serves all rows
+    assert sweep(model, corrupted, one, metric_5).shape == (model.cfg.n_layers, 5)
+
+
+def test_text_is_tokenised_as_forward_does() -> None:
+    model = HookedTransformer.from_pretrained("tiny-lens", device="cpu")
+    clean, corrupted = "Mary and John went", "Mary and Ann went"
+    _, cache = model.run_with_cache(clean)
+    tokens = model.to_tokens(corrupted)
+    metric = lambda logits: logits[0, -1, 7]  # noqa: E731
+    by_tokens = patching.get_act_patch_resid_pre(model, tokens, cache, metric)
+    assert by_tokens.shape == (model.cfg.n_layers, tokens.shape[1])
+    for text in (corrupted, [corrupted]):
+        by_text = patching.get_act_patch_resid_pre(model, text, cache, metric)
+        assert torch.equal(by_text, by_tokens)
 
 
 def test_a_model_without_logits_has_nothing_to_measure() -> None:

@@ -239,6 +239,13 @@ def test_attribution_says_what_does_not_fit() -> None:
         attribution_patch(model, base, clean, metric, "z", ("pos",))
     with pytest.raises(KeyError, match="hook_resid_pree"):
         attribution_patch(model, base, clean, metric, "resid_pree")
+    _, shorter = model.run_with_cache(other[:, :-1])
+    for attributed in (
+        lambda: attribution_patch(model, base, shorter, metric, "z"),
+        lambda: edge_attribution(model, base, shorter, metric),
+    ):
+        with pytest.raises(ValueError, match="clean 'blocks.0.*must have as many tokens"):
+            attributed()
     with pytest.raises(ValueError, match="differentiable"):
         gradients_of(model, base, lambda logits: logits.argmax(), ["hook_embed"])
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.nearest import closest
-from transformer_lens_lite.patch_engine import Metric, PatchEngine
+from transformer_lens_lite.patch_engine import Metric, PatchEngine, n_positions
 from transformer_lens_lite.sites import Site, as_cells, edit_of, names_in
 
 WAYS = ("zero", "mean", "resample")
@@ -137,6 +137,6 @@ def ablate_positions(
     """The metric without one position of an activation, in each layer. Other arguments: see
     `ablate`."""
     n_layers = model.cfg.n_layers
-    n_pos = model.to_tokens(tokens).shape[1] if not isinstance(tokens, Tensor) else tokens.shape[-1]
+    n_pos = n_positions(model, tokens)
     sites = [Site(name, layer, pos) for layer in range(n_layers) for pos in range(n_pos)]
     return ablate(model, tokens, metric, sites, how, **others).unflatten(0, (n_layers, n_pos))

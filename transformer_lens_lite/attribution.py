@@ -60,8 +60,16 @@ def gradients_of(
     return Gradients({name: value.detach() for name, value in kept.items()}, gradients)
 
 
-def difference(clean: Tensor, corrupted: Tensor) -> Tensor:
-    """clean - corrupted; 0 where they are equal, infinite scores among them."""
+def difference(name: str, clean: Tensor, corrupted: Tensor) -> Tensor:
+    """clean - corrupted; 0 where they are equal, infinite scores among them.
+
+    Raises: ValueError when one row cannot be laid beside another.
+    """
+    if clean.shape[1:] != corrupted.shape[1:] or len(clean) not in (1, len(corrupted)):
+        raise ValueError(
+            f"the clean {name!r} is {list(clean.shape)}, the corrupted one "
+            f"{list(corrupted.shape)}: the two texts must have as many tokens and rows"
+        )
     return torch.where(clean == corrupted, 0.0, clean - corrupted)
 
 
@@ -113,7 +121,7 @@ def attribution_patch(
     order = [0, *(1 + kept.index(axis) for axis in wanted[1:])]
     parts = []
     for name, its in zip(names, clean, strict=True):
-        effect = difference(its, run.values[name]) * run.gradients[name]
+        effect = difference(name, its, run.values[name]) * run.gradients[name]
         rest = [place for place, axis in enumerate(axes) if axis not in wanted]
         parts.append(effect.sum(rest) if rest else effect)
     return torch.stack(parts).permute(order)
@@ -180,7 +188,7 @@ def edge_attribution(
     receivers = list(receivers_of(model))
     points = [receiver.name for receiver in receivers]
     run = gradients_of(model, corrupted_tokens, metric, [*writers, *points], attention_mask)
-    changes = {name: difference(clean[name], run.values[name]) for name in writers}
+    changes = {name: difference(name, clean[name], run.values[name]) for name in writers}
     senders = ["embed"]
     for layer in range(model.cfg.n_layers):
         senders += [f"{layer}.h{head}" for head in range(model.cfg.n_heads)]

@@ -48,6 +48,10 @@ class CheckpointMethods:
         torch_dtype: str | torch.dtype | None = None,
         hf_config: Any = None,
         trust_remote_code: bool = False,
+        token: str | bool | None = None,
+        cache_dir: str | PathLike[str] | None = None,
+        local_files_only: bool = False,
+        attn_implementation: str | None = None,
     ) -> Any:
         """A model from a checkpoint, its weights simplified in ways that leave log-probabilities as
         they are.
@@ -65,10 +69,14 @@ class CheckpointMethods:
             first_n_layers: load only these.
             revision: of a hub checkpoint; `checkpoint_value=n` (or `checkpoint_label`) is
                 "step{n}".
+            token, cache_dir, local_files_only: of the hub, see `hub.Hub`.
+            attn_implementation: which of Hugging Face's kernels classic code wanted. Nothing here
+                depends on it: attention is fused until somebody listens to scores or pattern.
         Raises:
             FileNotFoundError: no such model.
             ValueError: a damaged or unsupported checkpoint, or contradicting arguments.
         """
+        from transformer_lens_lite.hub import Hub
         from transformer_lens_lite.loading import load_pretrained
 
         if n_devices != 1:
@@ -95,7 +103,12 @@ class CheckpointMethods:
             tokenizer=tokenizer,
             default_padding_side=default_padding_side,
             default_prepend_bos=default_prepend_bos,
-            revision=revision_of(revision, checkpoint_index, checkpoint_value, checkpoint_label),
+            hub=Hub(
+                revision_of(revision, checkpoint_index, checkpoint_value, checkpoint_label),
+                token,
+                cache_dir,
+                local_files_only,
+            ),
             trust_remote_code=trust_remote_code,
             move_to_device=move_to_device,
             processing=processing,
@@ -212,7 +225,7 @@ class CheckpointMethods:
 
         Raises: ValueError for processed models, which no checkpoint format describes.
         """
-        from transformer_lens_lite.loading import to_hf_state_dict
+        from transformer_lens_lite.saving import to_hf_state_dict
 
         return to_hf_state_dict(self)
 
@@ -224,7 +237,7 @@ class CheckpointMethods:
         Raises: ValueError, unless `native`, for processed models and for configs no supported
             family has.
         """
-        from transformer_lens_lite.loading import save_pretrained
+        from transformer_lens_lite.saving import save_pretrained
 
         save_pretrained(self, folder, native=native)
 

@@ -229,12 +229,15 @@ class KeyValueCacheEntry:
 
     def advance(self, n_new: int) -> None:
         """Count `n_new` extended positions as stored; a frozen entry stays."""
-        if self.frozen:
-            return
+        if not self.frozen:
+            self._hold(self._length + n_new)
+
+    def _hold(self, length: int) -> None:
+        """Make the tail this long, of what `extend` has written; doing it twice is the same."""
         if self._joined_with_graph is not None:
             self._keys, self._values = self._joined_with_graph
             self._joined_with_graph = None
-        self._length += n_new
+        self._length = length
 
     def _leave_inference_mode(self) -> None:
         """Copy what was made in inference mode, once: autograd refuses to save such tensors."""
@@ -524,6 +527,29 @@ class KeyValueCache:
         if not self.frozen:
             self._mask = joined
         return joined
+
+    def advance(
+        self, layers: Sequence[int], n_new: int, padding: Int[Tensor, "batch pos"] | None
+    ) -> None:
+        """Count a forward's positions as stored in these layers: in all of them, or, where an
+        interrupt comes before the first, in none.
+
+        padding: the mask of everything stored then, as the property of that name.
+        """
+        growing = [self[layer] for layer in layers if not self[layer].frozen]
+        longer = [(entry, entry._length + n_new) for entry in growing]
+        n_forwards = self.n_forwards + 1
+
+        def count() -> None:
+            for entry, length in longer:
+                entry._hold(length)
+            self.n_forwards, self.padding = n_forwards, padding
+
+        try:
+            count()
+        except BaseException:  # Ctrl-C between two layers: one would be longer than the next
+            count()
+            raise
 
     # -- whose it is --
 

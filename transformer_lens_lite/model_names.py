@@ -8,6 +8,8 @@ from transformer_lens_lite.nearest import closest
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
+# models in the box -> their folders
+BOXED = {"tiny-lens": Path(__file__).parent / "pretrained" / "tiny_lens"}
 # hub name -> its short names; the first of each model's names are the classic "official" ones
 MODEL_ALIASES: dict[str, list[str]] = _DATA["names"]
 OFFICIAL_MODEL_NAMES: list[str] = list(MODEL_ALIASES)

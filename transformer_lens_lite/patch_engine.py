@@ -434,6 +434,11 @@ def observing_hooks(
     return [(name, keep) for name in names]
 
 
+def n_positions(model: Any, tokens: Any) -> int:
+    """How many positions a text has, by what `forward` makes of it."""
+    return int((tokens if isinstance(tokens, Tensor) else model.to_tokens(tokens)).shape[-1])
+
+
 def only_listen(value: Tensor, hook: Any) -> None:
     """A hook that does nothing."""
 

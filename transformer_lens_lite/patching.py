@@ -12,6 +12,7 @@ last in the result).
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.nearest import closest
-from transformer_lens_lite.patch_engine import Edit, Metric, PatchEngine
+from transformer_lens_lite.patch_engine import Edit, Metric, PatchEngine, n_positions
 from transformer_lens_lite.utils import get_act_name
 
 Activation = Float[Tensor, "batch ..."]
@@ -34,7 +35,7 @@ HEAD_SWEEPS = ("z", "q", "k", "v", "pattern")
 
 def generic_activation_patch(
     model: Any,
-    corrupted_tokens: Int[Tensor, "batch pos"],
+    corrupted_tokens: Any,
     clean_cache: Mapping[str, Tensor],
     patching_metric: Metric,
     patch_setter: PatchSetter,
@@ -50,6 +51,7 @@ def generic_activation_patch(
     """The metric of the corrupted run, for every index with one activation changed by it.
 
     Args:
+        corrupted_tokens: tokens [batch, pos], or text.
         clean_cache: where patches come from: an `ActivationCache`, or a mapping of hook names.
         patch_setter: `(corrupted, index, clean) -> patched`, activations of the whole text; called
             with copies of what the corrupted run has at that point.
@@ -62,13 +64,16 @@ def generic_activation_patch(
         batch_size: patched runs in one batch; None: as many as come to 2048 positions.
         verbose: a progress bar, in terminals.
     Returns: [*axes, *result] with `index_axis_names`, [row, *result] with `index_df`.
-    Raises: ValueError for both or none of the two, for unknown axes, or a patch of another shape;
-        KeyError for activations that the clean cache lacks. No patched run was made then.
+    Raises: ValueError for both or none of the two, for unknown axes, a patch of another shape, or
+        texts of which one has too few positions or rows for the other; KeyError for activations
+        that the clean cache lacks. No patched run was made then.
+    Warns: when the two texts differ in length, as what is at one position is hardly the same then.
     """
     if (index_axis_names is None) == (index_df is None):
         raise ValueError("give index_axis_names= or index_df=, one of them")
     if index_axis_names is not None:
-        ranges = axis_ranges(model, corrupted_tokens, activation_name, index_axis_names)
+        n_pos = n_positions(model, corrupted_tokens)
+        ranges = axis_ranges(model, n_pos, activation_name, index_axis_names)
         indices = list(itertools.product(*map(range, ranges)))
         columns: Sequence[str] = index_axis_names
     else:
@@ -83,6 +88,14 @@ def generic_activation_patch(
                 f"the clean {name!r} is {list(clean[layer].shape)}, the corrupted one "
                 f"{list(engine.base[name].shape)}: has the cache lost its batch axis?"
             )
+    lengths = {clean[layer].shape[engine.pos_axis(name)] for layer, name in names.items()}
+    if different := lengths - {engine.n_pos}:
+        warnings.warn(
+            f"the clean text has {different.pop()} positions and the corrupted one {engine.n_pos}: "
+            "what is patched at a position is what the other text has at the same place from the "
+            "left",
+            stacklevel=2,
+        )
     cells = []
     for index in indices:
         layer = index[0]
@@ -100,7 +113,16 @@ def single_edit(
     """What a setter changes, as the smallest box of the activation that holds it; nothing where the
     clean run had the same values."""
     corrupted = engine.base[name]
-    patched = patch_setter(corrupted.clone(), index, clean)
+    try:
+        patched = patch_setter(corrupted.clone(), index, clean)
+    except (RuntimeError, IndexError) as error:
+        if clean.shape == corrupted.shape:
+            raise
+        raise ValueError(
+            f"the clean {name!r} is {list(clean.shape)}, the corrupted one "
+            f"{list(corrupted.shape)}, and the patch at {tuple(index)} fails on that ({error}); "
+            "the two texts should have as many tokens and rows"
+        ) from error
     if not isinstance(patched, Tensor) or patched.shape != corrupted.shape:
         got = list(patched.shape) if isinstance(patched, Tensor) else type(patched).__name__
         raise ValueError(
@@ -123,16 +145,14 @@ def box_of(changed: Bool[Tensor, "..."]) -> tuple[slice, ...] | None:
 # --- indices --------------------------------------------------------------------------------------
 
 
-def axis_ranges(
-    model: Any, tokens: Int[Tensor, "batch pos"], activation_name: str, axes: Sequence[str]
-) -> list[int]:
+def axis_ranges(model: Any, n_pos: int, activation_name: str, axes: Sequence[str]) -> list[int]:
     """How many indices each axis has; keys and values have as many heads as there are."""
     for axis in axes:
         if axis not in AXES:
             raise ValueError(f"{axis!r} is no axis; there are {list(AXES)}.{closest(axis, AXES)}")
     if axes[0] != "layer":
         raise ValueError(f"the first axis must be 'layer', got {axes[0]!r}")
-    sizes = dict.fromkeys(("pos", "src_pos", "dest_pos"), tokens.shape[-1])
+    sizes = dict.fromkeys(("pos", "src_pos", "dest_pos"), n_pos)
     sizes["layer"] = model.cfg.n_layers
     sizes["head"] = sizes["head_index"] = n_heads_of(model, activation_name)
     return [sizes[axis] for axis in axes]

@@ -19,9 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from transformer_lens_lite.config import parse_dtype
-from transformer_lens_lite.loading import BOXED, as_checkpoint
 from transformer_lens_lite.model import HookedTransformer
+from transformer_lens_lite.model_names import BOXED
 from transformer_lens_lite.nearest import names_the_nearest
+from transformer_lens_lite.saving import as_checkpoint
 from transformer_lens_lite.utils import lm_cross_entropy_loss
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary. After that, Mary"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from transformer_lens_lite.components.context import ForwardContext, Mask
@@ -34,6 +34,8 @@ NO_MATRIX = (
 )
 # what older checkpoints of the classic class carry beside the parameters
 LEGACY_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+# Of explicit attention that nobody watches: the scores of so many stay in a processor's cache.
+QUERIES_AT_A_TIME = 128
 PerHead = Float[Tensor, "batch pos head d_head"]
 PerKeyHead = Float[Tensor, "batch pos kv_head d_head"]
 PerValueHead = Float[Tensor, "batch pos kv_head d_value"]
@@ -47,8 +49,9 @@ class Attention(Component):
     Parameters: `W_Q`, `W_K`, `W_V` [head, d_model, d_head] with biases [head, d_head]; `W_O`
     [head, d_head, d_model] with bias [d_model]; `sinks` [head] when the spec has them.
 
-    Attention is fused until somebody listens to `hook_attn_scores` or `hook_pattern`; several
-    segments of keys are then weighed apart and joined.
+    Attention is fused until somebody listens to `hook_attn_scores` or `hook_pattern`: by torch's
+    kernel, by blocks of queries where a softcap or sinks act on scores, which that kernel does not
+    have, and segment by segment where some keys are shared.
     """
 
     prefix = ""  # of the key and value parameters' names
@@ -214,23 +217,16 @@ class Attention(Component):
     def attend(
         self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask
     ) -> Float[Tensor, "batch pos head d_value"]:
-        """Weigh the values. Fused, unless the scores are wanted or are not plain."""
-        if self.needs_scores():
-            z = self.explicit(q, segments, mask)
+        """Weigh the values. Fused, unless the scores are wanted."""
+        if self.hook_attn_scores.listened or self.hook_pattern.listened:
+            z = self.explicit(q, segments, mask.bias, mask.dead)
+        elif self.spec.softcap is not None or self.spec.sinks:
+            z = self.in_blocks(q, segments, mask)
         elif len(segments) > 1:
             z = self.segmented(q, segments, mask)
         else:
             z = self.fused(q, *segments[0], mask)
         return z.transpose(1, 2)
-
-    def needs_scores(self) -> bool:
-        """Whether somebody listens to scores or pattern, or a softcap or a sink acts on them."""
-        return (
-            self.hook_attn_scores.listened
-            or self.hook_pattern.listened
-            or self.spec.softcap is not None
-            or self.spec.sinks
-        )
 
     def back_to_stream(
         self, z: Float[Tensor, "batch pos head d_value"]
@@ -241,7 +237,7 @@ class Attention(Component):
             return self.hook_result(result).sum(2) + self.b_O
         return F.linear(z.flatten(2), out_matrix(self.W_O), self.b_O)
 
-    # -- the three ways to weigh --
+    # -- the four ways to weigh --
 
     def fused(
         self,
@@ -282,16 +278,36 @@ class Attention(Component):
         z = (shares * z).sum(0).to(q.dtype)
         return z if mask.dead is None else z.masked_fill(mask.dead, 0.0)
 
-    def explicit(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> Weighed:
+    def in_blocks(self, q: HeadsFirst, segments: tuple[Segment, ...], mask: Mask) -> Weighed:
+        """The explicit steps for some queries at a time, without the keys ahead of them: neither
+        memory nor work grows as all queries times all keys."""
+        n = q.shape[2]
+        size = n if torch.compiler.is_compiling() else QUERIES_AT_A_TIME
+        *past, (keys, values) = segments
+        z = []
+        for start in range(0, max(n, 1), size):
+            end = min(start + size, n)
+            n_seen = keys.shape[2] - (n - end if mask.looks_back else 0)
+            seen = (*past, (keys[:, :, :n_seen], values[:, :, :n_seen]))
+            z.append(self.explicit(q[:, :, start:end], seen, *mask.of_queries(start, end)))
+        return z[0] if len(z) == 1 else torch.cat(z, 2)
+
+    def explicit(
+        self,
+        q: HeadsFirst,
+        segments: tuple[Segment, ...],
+        bias: Float[Tensor, "#batch #head pos _"] | None,
+        dead: Bool[Tensor, "#batch 1 pos 1"] | None,
+    ) -> Weighed:
         """Scores, softmax and weighted sum as three steps, with the hook points between."""
         q = q * self.spec.scale
         scores = concatenated([scores_against(q, keys) for keys, _ in segments])
         if self.spec.softcap is not None:
             scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
-        if mask.bias is not None:
-            scores += mask.bias
+        if bias is not None:
+            scores += bias[..., : scores.shape[-1]]
         scores = self.hook_attn_scores(scores)
-        dead = self.dead_rows(scores, mask)
+        dead = self.dead_rows(scores, dead)
         if dead is not None:
             scores = scores.masked_fill(dead, 0.0)
         pattern = self.softmax(scores).to(q.dtype)
@@ -303,13 +319,15 @@ class Attention(Component):
         return z[0] if len(z) == 1 else torch.stack(z).sum(0)
 
     def dead_rows(
-        self, scores: Float[Tensor, "batch head pos key_pos"], mask: Mask
-    ) -> Tensor | None:
+        self,
+        scores: Float[Tensor, "batch head pos key_pos"],
+        padding: Bool[Tensor, "#batch 1 pos 1"] | None,
+    ) -> Bool[Tensor, "#batch #head pos 1"] | None:
         """Queries that see nothing: padding, or rows a hook on the scores, or a module in place of
         that point, has hidden altogether."""
         handles = getattr(self.hook_attn_scores, "fwd_hooks", None)
         edited = handles is None or any(not handle.is_listener for handle in handles)
-        return scores.isneginf().all(-1, keepdim=True) if edited else mask.dead
+        return scores.isneginf().all(-1, keepdim=True) if edited else padding
 
     def softmax(
         self, scores: Float[Tensor, "batch head pos key_pos"]

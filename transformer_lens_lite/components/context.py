@@ -39,6 +39,7 @@ class Mask(Memo):
 
     Args:
         is_causal: the plain lower triangle over the input itself: fused kernels know it by name.
+        looks_back: no query sees a key in a later slot, whatever else is hidden.
         visible: makes [row, pos, key_pos], True where a query may look; None: everywhere.
         distance: makes [row, head, pos, key_pos] to add to scores (ALiBi); None: nothing.
         has_padding: some queries may see nothing at all.
@@ -48,6 +49,7 @@ class Mask(Memo):
     def __init__(
         self,
         is_causal: bool,
+        looks_back: bool,
         visible: Callable[[], Bool[Tensor, "row pos key_pos"]] | None,
         distance: Callable[[], Float[Tensor, "row head pos key_pos"]] | None,
         has_padding: bool,
@@ -56,6 +58,7 @@ class Mask(Memo):
     ) -> None:
         super().__init__()
         self.is_causal = is_causal
+        self.looks_back = looks_back
         self.is_open = visible is None and distance is None  # nothing is hidden, nothing added
         self._visible = visible
         self._distance = distance
@@ -79,6 +82,18 @@ class Mask(Memo):
         if end <= self._n_open or self.bias is None:
             return None
         return self.bias[..., start:end]
+
+    def of_queries(
+        self, start: int, end: int
+    ) -> tuple[
+        Float[Tensor, "row head queries key_pos"] | None, Bool[Tensor, "row 1 queries 1"] | None
+    ]:
+        """`bias` and `dead` of these queries alone."""
+        bias, dead = self.bias, self.dead
+        return (
+            None if bias is None else bias[:, :, start:end],
+            None if dead is None else dead[:, :, start:end],
+        )
 
     def _make_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         hidden = None
@@ -217,10 +232,7 @@ class ForwardContext(Memo):
         """Count the new positions as cached in these layers: the forward got through."""
         if self.cache is None or self.cache.frozen or not layers:
             return
-        for layer in layers:
-            self.cache[layer].advance(self.n_new)
-        self.cache.n_forwards += 1
-        self.cache.padding = self.attention_mask
+        self.cache.advance(layers, self.n_new, self.attention_mask)
 
     # -- masks --
 
@@ -243,6 +255,7 @@ class ForwardContext(Memo):
         bites = (causal and self.n_new > 1) or local or padded
         return Mask(
             is_causal=bites and not local and not padded and alibi is None and not self.n_past,
+            looks_back=causal,
             visible=partial(self._visible, causal, window, chunk) if bites else None,
             distance=partial(self._alibi, alibi) if alibi is not None else None,
             has_padding=self.has_padded_queries,
