@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -605,9 +604,10 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         elif before is None:
             return None
         elif before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
-            mask = serving(before[:, : past + n_new], batch)
+            return serving(before[:, : past + n_new], batch)
         else:
-            mask = F.pad(serving(before[:, :past], batch), (0, n_new), value=1)
+            new = before.new_ones(batch, n_new)
+            return torch.cat((serving(before[:, :past], batch), new), 1)
         if mask.shape[1] == n_new and past > 0:
             if before is None:
                 before = mask.new_ones(1, past)

@@ -179,6 +179,8 @@ class ForwardContext(Memo):
     @property
     def positions(self) -> Int[Tensor, "row pos"]:
         """The positions of the new tokens."""
+        if self.n_new == 1 and self.new_are_real and self.attention_mask is not None:
+            return self.lengths[:, None] - 1  # without those of all keys, which few models ask for
         return self.key_positions[:, self.n_past :]
 
     @property
