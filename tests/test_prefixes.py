@@ -421,7 +421,9 @@ def test_a_prefix_refuses_hooks_that_would_have_acted_on_it(tmp_path: Path) -> N
             model(new, past_kv_cache=under)
         with pytest.raises(ValueError, match="blocks.0"):
             model(new, past_kv_cache=KeyValueCache.stack([plain, under]))
-    run(model, new, past_kv_cache=under)  # an edited past may be continued without the edit
+    with pytest.raises(ValueError, match="under the hook nothing .* is not there now"):
+        model(new, past_kv_cache=under)
+    run(model, new, past_kv_cache=under.unchecked())  # an edited past, continued without the edit
     model.run_with_cache(new, past_kv_cache=plain)  # listeners only look
     for limits in ({"when": "decode"}, {"pos": slice(6, None)}, {"pos": 7}):
         with model.hooks(fwd_hooks=[(point, nothing)], on_zero_fire="ignore", **limits):
@@ -434,7 +436,8 @@ def test_a_prefix_refuses_hooks_that_would_have_acted_on_it(tmp_path: Path) -> N
         model(new, past_kv_cache=plain)
     under.save(tmp_path / "kv")
     with model.hooks(fwd_hooks=[(point, nothing)]):
-        for loaded in (KeyValueCache.load(tmp_path / "kv"), copy.deepcopy(under)):
+        run(model, new, past_kv_cache=copy.deepcopy(under))
+        for loaded in (KeyValueCache.load(tmp_path / "kv"), pickle.loads(pickle.dumps(under))):
             with pytest.raises(ValueError, match="was not there"):  # not known any more
                 model(new, past_kv_cache=loaded)
 
@@ -702,6 +705,31 @@ def test_a_hook_that_acted_elsewhere_and_a_modules_own_hook_are_other_hooks() ->
         model.hooks([("blocks.0.hook_resid_post", double)]),
         pytest.raises(ValueError, match="hook .*double.* on 'blocks.0.hook_resid_post' was not"),
     ):
+        model(ids[:, 3:], past_kv_cache=prefix)
+    without: list[tuple[dict[str, Any], bool]] = [  # limits, and whether the hook is missed
+        ({}, True),
+        ({"when": "prefill"}, False),
+        ({"when": 0}, False),
+        ({"when": [0]}, False),
+        ({"when": [0, 2]}, True),
+        ({"when": slice(0, 1)}, False),
+        ({"when": slice(None)}, True),
+        ({"when": lambda step: True}, True),
+        ({"pos": slice(1, 3)}, False),
+        ({"pos": slice(1, 4)}, True),
+        ({"pos": slice(1, None)}, True),
+        ({"pos": [0, 2]}, False),
+    ]
+    for limits, is_missed in without:
+        with model.hooks([("blocks.0.hook_resid_post", double)], **limits):
+            prefix = model.prefix(ids[:1, :3])
+            model(ids[:, 3:], past_kv_cache=prefix)
+        if is_missed:
+            what = r"under the hook .*double.* on 'blocks.0.hook_resid_post', which is not there"
+            for used in (prefix, prefix.branch(2), KeyValueCache.stack([prefix, prefix])):
+                with pytest.raises(ValueError, match=what):
+                    model(ids[:, 3:], past_kv_cache=used)
+            prefix = prefix.unchecked()
         model(ids[:, 3:], past_kv_cache=prefix)
     prefix = model.prefix(ids[:1, :3])
     handle = model.blocks[0].mlp.register_forward_hook(lambda module, args, out: out * 2)

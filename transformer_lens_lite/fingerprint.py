@@ -6,6 +6,7 @@ weights, would read it as noise and say nothing.
 
 import hashlib
 import json
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -165,60 +166,90 @@ class Filling:
 
 
 class EditingHooks:
-    """The hooks that could edit the columns of a prefix while it was computed."""
+    """The hooks that could edit the columns of a prefix while it was computed.
 
-    def __init__(self, length: int, hooks: Iterable[tuple[str, Any]] = ()) -> None:
+    `lasting` are those which would act on what follows it, too.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        hooks: Iterable[tuple[str, "Limited"]] = (),
+        lasting: Iterable[tuple[str, "Limited"]] | None = None,
+    ) -> None:
         self.length = length
         self.hooks = list(hooks)
+        mine = [each for each in self.hooks if each[1].lasts]
+        self.lasting = mine if lasting is None else list(lasting)
 
     @classmethod
     def shared(cls, several: "list[EditingHooks]") -> "EditingHooks | None":
-        """Those under which all of several prefixes were computed."""
+        """Those under which all of several prefixes were computed; what lasts of any lasts."""
         if not several:
             return None
         common = [hook for hook in several[0].hooks if all(hook in each.hooks for each in several)]
-        return cls(max(each.length for each in several), common)
+        lasting = [hook for each in several for hook in each.lasting]
+        return cls(max(each.length for each in several), common, lasting)
 
     def check(self, model: Any) -> None:
-        """ValueError when the model now has others, which would have acted on the prefix too."""
-        for name, hook in editing_hooks(model, self.length):
+        """ValueError when the model now has others, which would have acted on the prefix too, or
+        lacks some, which would act on what follows."""
+        here = list(editing_hooks(model, self.length))
+        for name, hook in here:
             if (name, hook) not in self.hooks:
-                function = hook.function if isinstance(hook, Limited) else hook
-                called = getattr(function, "__qualname__", repr(function))
                 raise ValueError(
-                    f"the hook {called} on {name!r} was not there when this prefix was computed, "
-                    f"and would have acted on its {self.length} positions. Compute the prefix with "
-                    f"it, limit it to later ones (pos=slice({self.length}, None) or "
+                    f"the hook {hook.called} on {name!r} was not there when this prefix was "
+                    f"computed, and would have acted on its {self.length} positions. Compute the "
+                    f"prefix with it, limit it to later ones (pos=slice({self.length}, None) or "
                     "when='decode'), or use cache.unchecked() to go without this check"
                 )
+        for name, hook in self.lasting:
+            if (name, hook) not in here:
+                raise ValueError(
+                    f"this prefix was computed under the hook {hook.called} on {name!r}, which is "
+                    "not there now. Attach it for what follows too, limit it to the prefix when "
+                    f"computing it (when='prefill' or pos=slice({self.length})), or use "
+                    "cache.unchecked() to go without this check"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EditingHooks":
+        return self  # nobody changes it, and the hooks are the same functions
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"length": self.length, "hooks": []}  # functions do not outlive their process
+        # functions do not outlive their process
+        return {"length": self.length, "hooks": [], "lasting": []}
 
 
 class Limited(NamedTuple):
-    """A hook, and where it acts."""
+    """A hook, where it acts, and whether that is behind the prefix too."""
 
     function: Any
-    limits: str
+    limits: str = ""
+    lasts: bool = True
+
+    @property
+    def called(self) -> str:
+        """What an error calls it."""
+        return getattr(self.function, "__qualname__", repr(self.function))
 
 
-def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Any]]:
+def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Limited]]:
     """(name, hook) of the forward hooks of points and modules that may act on the first `length`
     columns, torch's own among them; those marked as listeners only look."""
     for name, point in model.hook_dict.items():
         if not point.listened:
             continue
         for hook in (*point._forward_pre_hooks.values(), *point._forward_hooks.values()):
-            yield name, hook
+            yield name, Limited(hook)
         for handle in point.fwd_hooks:
             if not handle.is_listener and acts_on(handle, length):
-                yield name, Limited(handle.user_hook, repr(handle.limits))
+                lasts = acts_behind(handle, length)
+                yield name, Limited(handle.user_hook, repr(handle.limits), lasts)
     for name, module in model.mod_dict.items():
         if name not in model.hook_dict:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not getattr(hook, "is_listener", False):
-                    yield name, hook
+                    yield name, Limited(hook)
 
 
 def acts_on(handle: Any, length: int) -> bool:
@@ -231,3 +262,16 @@ def acts_on(handle: Any, length: int) -> bool:
     if isinstance(when, slice):
         return 0 in range(1)[when]
     return 0 in when if isinstance(when, list | range) else when != "decode"
+
+
+def acts_behind(handle: Any, length: int) -> bool:
+    """Whether a hook's limits let it act after a prefill of `length` columns; when in doubt,
+    yes."""
+    when, columns = handle.when, handle.pos
+    if columns is not None and columns.within(length, sys.maxsize) is None:
+        return False
+    if isinstance(when, int):
+        return when > 0
+    if isinstance(when, slice):
+        return when.stop is None or when.stop > 1
+    return max(when) > 0 if isinstance(when, list | range) else when != "prefill"

@@ -562,7 +562,7 @@ class KeyValueCache:
 
     def check_model(self, model: Any) -> None:
         """ValueError when a frozen or loaded cache, or a branch of one, was filled by another
-        model, by other weights, or without hooks there are now.
+        model, by other weights, or under other hooks than there are now.
 
         Called before every forward. A cache that grows is checked when a model first reads it.
         """
@@ -580,7 +580,8 @@ class KeyValueCache:
             self._filling = replace(self._filling, is_mixed=True)
 
     def remember_hooks(self, hooks: EditingHooks) -> None:
-        """Refuse hooks from now on that are not among these and would have acted here."""
+        """Refuse hooks from now on that are not among these and would have acted here, and to go on
+        without those that would act on what follows."""
         self._hooks = hooks
 
     def unchecked(self) -> "KeyValueCache":

@@ -39,7 +39,9 @@ class PrefixMethods:
         and generations, for any batch that is a multiple of its rows.
 
         The hooks that edit now have their part in it. Using it while there are others, which would
-        have acted on its positions, is refused, as is using it with other weights.
+        have acted on its positions, is refused; so is using it without those that would act on what
+        follows (limit a hook by when="prefill" or pos= that is meant for the beginning alone), and
+        with other weights.
 
         Args:
             input: a text, several (padded on the left), or ids [pos] or [batch, pos].
