@@ -7,6 +7,7 @@ import copy
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import loud
@@ -1055,13 +1056,41 @@ def test_D4_a_row_of_a_ragged_batch_is_what_it_is_alone(kind: str) -> None:
     assert cache.attention_mask[0, :4].tolist() == [0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1])  # of the columns behind the prefix
+def test_D4_a_row_behind_a_padded_prefix_has_no_keys_of_padding(first: int, tmp_path: Path) -> None:
+    model, new = loud.build("rotary"), loud.tokens(2, 4, 9)
+    rows, ids, mask = loud.ragged([2, 5])
+    sites = ["*hook_pattern", "*hook_attn_scores", "*hook_resid_post"]
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False}
+
+    def captured(prefix: KeyValueCache, new: Tensor) -> ActivationCache:
+        spec = CaptureSpec(sites, pos_slice=slice(prefix.length + first, None))
+        return model.generate(new, N, past_kv_cache=prefix, return_cache=spec, **how)[1]
+
+    cache = captured(model.prefix(ids, attention_mask=mask), new)
+    cache.save(tmp_path / "cache")
+    for kept in (
+        cache,
+        ActivationCache.load(tmp_path / "cache"),
+        pickle.loads(pickle.dumps(cache)),
+    ):
+        for index, row in enumerate(rows):
+            alone = captured(model.prefix(row), new[index : index + 1])
+            view, single = kept.row(index), alone.row(0)
+            assert_close(view, single)
+            assert view.columns.tolist() == single.columns.tolist()
+            assert view["pattern", 0].shape[-1] == row.shape[1] + 4 + N
+            for step in range(N):
+                assert view.step(step)["pattern", 0].shape == single.step(step)["pattern", 0].shape
+
+
 def test_D6_a_pickled_cache_is_its_values() -> None:
-    model, ids = loud.build(), loud.tokens(4, 16)
-    _, cache = generated(model, ids)
+    model = loud.build("standard", d_model=32, d_head=8, d_mlp=128)  # the toy of the specification
+    _, cache = generated(model, loud.tokens(1, P))
     cache.mark("start", 0, 2)
     data = pickle.dumps(cache)
     values = sum(value.nbytes for value in cache.values())
-    assert len(data) <= 1.1 * values + 20_000  # the names of 70 sites
+    assert len(data) <= 1.1 * values, len(data) / values
     again = pickle.loads(data)
     assert list(again) == list(cache)
     assert all(torch.equal(again[name], cache[name]) for name in cache)
@@ -1069,6 +1098,8 @@ def test_D6_a_pickled_cache_is_its_values() -> None:
     assert torch.equal(again.at("resid_post", 1, span="start"), cache["resid_post", 1][:, :2])
     assert again.blocks[1].mlp.output is again["blocks.1.hook_mlp_out"]
     assert len(again.steps("resid_post", 0)) == N + 1
+    again["resid_post", 0].add_(1)  # memory of its own, in the whole of it
+    assert torch.equal(again["resid_post", 1], cache["resid_post", 1])
     with pytest.raises(ReferenceError, match="give it one by"):
         again.model  # noqa: B018
     part = pickle.dumps(cache.select("resid_post", layers=0, pos=-1))
@@ -1165,9 +1196,9 @@ def test_a_failure_at_any_step_loses_nothing(
 
 def test_C1_a_long_capture_costs_little_more_than_what_it_keeps() -> None:
     """Peak of live tensor bytes, from the allocator's own record."""
-    model, ids = loud.build("rotary_gqa", n_ctx=120), loud.tokens(1, 8)
+    model, ids = loud.build("rotary_gqa", n_ctx=280), loud.tokens(1, 8)
     name = "blocks.1.hook_resid_post"
-    how: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False, "stop_at_eos": False}
+    how: dict[str, Any] = {"max_new_tokens": 256, "do_sample": False, "stop_at_eos": False}
 
     def peak(**more: Any) -> int:
         with torch.profiler.profile(
@@ -1184,7 +1215,7 @@ def test_C1_a_long_capture_costs_little_more_than_what_it_keeps() -> None:
 
     extra = peak(return_cache=name) - peak()
     step = 24 * 4
-    assert extra <= 1.2 * (8 + 96) * step + step, extra
+    assert extra <= 1.2 * (8 + 256) * step + step, extra
 
 
 def test_a_piece_that_an_interrupt_left_uncounted_is_dropped() -> None:

@@ -4,7 +4,6 @@ import copy
 import operator
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ from transformer_lens_lite.capture import Recorder
 from transformer_lens_lite.decomposition import ResidualDecomposition
 from transformer_lens_lite.navigation import Node
 from transformer_lens_lite.nearest import closest
-from transformer_lens_lite.recording import Recording, compact, is_of_one_expert, name_and_call
+from transformer_lens_lite.recording import (
+    Recording,
+    is_of_one_expert,
+    name_and_call,
+    packed,
+    unpacked,
+)
 from transformer_lens_lite.recording_files import load_recording, save_recording
 from transformer_lens_lite.steps import StepContext, Steps, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
@@ -178,19 +183,15 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         record = self._recording()
-        left = replace(
-            record,
-            values={name: compact(value) for name, value in record.values.items()},
-            in_graph={},
-            tokens=compact(record.tokens),
-            attention_mask=compact(record.attention_mask),
-        )
         return self.__dict__ | {
             "_model": None,
             "_recorder": None,
-            "_record": left,
+            "_record": packed(record),
             "_points": {p: name for p, name in self._point_names().items() if name in record.calls},
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_record": unpacked(state["_record"])})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ActivationCache":
         record = copy.deepcopy(self._recording(), memo)

@@ -300,6 +300,8 @@ class Run:
         if self.kept:
             record.columns = torch.cat([each.columns for each in self.kept])
             record.attention_mask = torch.cat([self._mask(each) for each in self.kept], 1)
+            if self.last is not None and self.last.attention_mask is not None:
+                record.key_mask = self.last.attention_mask.cpu()
             ids = [each.tokens[:, each.part] for each in self.kept if each.tokens is not None]
             if len(ids) == len(self.kept):
                 record.tokens = torch.cat(ids, 1)

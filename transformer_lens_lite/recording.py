@@ -62,6 +62,7 @@ class Recording:
         graph; the loss depends on these.
     calls: of which visits a name's value is made up.
     columns: [kept] absolute columns; tokens and attention_mask are of those.
+    key_mask: of all columns there were, kept or cached before: 0 for padding. None: none was.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Recording:
     columns: Int[Tensor, " kept"] | None = None
     tokens: Int[Tensor, "batch kept"] | None = None
     attention_mask: Int[Tensor, "batch kept"] | None = None
+    key_mask: Int[Tensor, "batch key_pos"] | None = None
 
     has_batch_dim: bool = True
 
@@ -190,6 +192,7 @@ class Recording:
             attention_mask=None
             if self.attention_mask is None
             else at(self.attention_mask, 0, rows),
+            key_mask=None if self.key_mask is None else at(self.key_mask, 0, rows),
         )
 
     def unpadded(self, row: int) -> "Recording":
@@ -198,21 +201,70 @@ class Recording:
         assert one.attention_mask is not None
         assert one.columns is not None
         real = one.attention_mask[0].bool()
-        places = real.nonzero().flatten()
-        cut = one.of_columns(places)
-        hidden = set(one.columns[~real].tolist())
-        keys = torch.tensor([key for key in range(self.forwards[-1].stop) if key not in hidden])
+        cut = one.of_columns(real.nonzero().flatten())
+        shown = torch.ones(self.forwards[-1].stop, dtype=torch.bool)
+        if one.key_mask is not None:
+            shown[: one.key_mask.shape[1]] &= one.key_mask[0].bool()
+        shown[one.columns] = real
+        keys = shown.nonzero().flatten()
         for name, value in cut.values.items():
             if name in cut.axes and cut.axes[name].unseen is not None:
                 value = value.index_select(-1, keys.to(value.device))
             cut.values[name] = value.clone()
-        start = int(one.columns[0]) if len(one.columns) else 0  # behind a key-value cache
-        cut.columns = start + torch.arange(len(places))
+        before = [0, *shown.cumsum(0).tolist()]  # where each column comes to stand
+        cut.columns = torch.tensor([before[column] for column in cut.columns], dtype=torch.long)
         cut.forwards = [
-            replace(forward, start=start + forward.first, stop=start + forward.last)
+            replace(forward, start=before[forward.start], stop=before[forward.stop])
             for forward in cut.forwards
         ]
+        cut.key_mask = None
         return cut
+
+
+# --- in a pickle ----------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    """A tensor as pickles of many small ones want it: torch's own form takes 300 bytes more."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Packed":
+        """Its values, without a graph."""
+        there = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return cls(tensor.dtype, tuple(tensor.shape), str(tensor.device), there.tobytes())
+
+    def tensor(self) -> Tensor:
+        """A tensor of its own memory."""
+        if not self.data:  # which frombuffer refuses
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        read = torch.frombuffer(bytearray(self.data), dtype=self.dtype)
+        return read.view(self.shape).to(self.device)
+
+
+def packed(record: Recording) -> dict[str, Any]:
+    """What is pickled of a recording: single calls in a graph are not."""
+    once: dict[Any, Any] = {}  # most names were seen in the same calls, at the same axes
+    return record.__dict__ | {
+        "values": {name: Packed.of(value) for name, value in record.values.items()},
+        "in_graph": {},
+        "calls": {n: once.setdefault(tuple(each), each) for n, each in record.calls.items()},
+        "axes": {n: once.setdefault(each, each) for n, each in record.axes.items()},
+        "tokens": compact(record.tokens),
+        "attention_mask": compact(record.attention_mask),
+        "key_mask": compact(record.key_mask),
+    }
+
+
+def unpacked(state: dict[str, Any]) -> Recording:
+    """The inverse of `packed`."""
+    values = {name: value.tensor() for name, value in state["values"].items()}
+    calls = {name: list(each) for name, each in state["calls"].items()}
+    return Recording(**state | {"values": values, "calls": calls})
 
 
 # --- parts of tensors, and of names ---------------------------------------------------------------

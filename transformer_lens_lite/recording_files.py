@@ -17,7 +17,7 @@ from transformer_lens_lite.recording import Axes, Call, Forward, Recording, comp
 
 FORMAT = "transformer_lens_lite.activations.1"
 VALUES = "values/"
-OF_COLUMNS = ("tokens", "attention_mask", "columns")
+OF_COLUMNS = ("tokens", "attention_mask", "columns", "key_mask")
 
 
 def write(
