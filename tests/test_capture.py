@@ -844,9 +844,20 @@ def test_B7_parts_share_memory_and_equal_indexing() -> None:
     assert torch.equal(last["resid_post", 1], cache["resid_post", 1][1:, -1:])
     assert torch.equal(cache.select(pos=[0, 3])["q", 1], cache["q", 1][:, [0, 3]])
     assert torch.equal(part.step(2)["q", 0], cache["q:3", 0])
+    assert set(cache.select(lambda name: name.endswith("hook_z"))) == {
+        f"blocks.{i}.attn.hook_z" for i in range(3)
+    }
     for bad in ({"pos": 40}, {"batch": 5}):
         with pytest.raises(ValueError, match="outside of the"):
             cache.select(**bad)
+    for chooses_nothing, message in (
+        ({"names": lambda name: False}, "<lambda> matches none of the"),
+        ({"names": "hook_embed", "layers": 1}, "layers=1 has none of .'hook_embed'"),
+        ({"steps": 99}, "step 99 is not in this cache"),
+    ):
+        with pytest.raises(KeyError, match=message):
+            cache.select(**chooses_nothing)
+    assert not cache.select(steps=slice(50, 60)).columns.numel()  # as a range in Python
 
 
 # --- C: the past ----------------------------------------------------------------------------------

@@ -334,11 +334,13 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
 
     def step(self, number: int) -> "ActivationCache":
         """Only what one step saw; 0 is the prefill. KeyError when there is no such step."""
+        return self.select(steps=number)
+
+    def _check_step(self, number: int) -> None:
         forwards = self._recording().forwards
         if not any(forward.step == number and forward.n_kept for forward in forwards):
             kept = [forward.step for forward in forwards if forward.n_kept]
             raise MissingActivation(f"step {number} is not in this cache; it has {kept[:8]}")
-        return self.select(steps=number)
 
     @property
     def prefill(self) -> "ActivationCache":
@@ -427,14 +429,15 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         """A cache of a part of this one. It shares memory where the part is a range.
 
         Args:
-            names: short or full names, or a list of them.
+            names: short or full names, a list of them, or a predicate on full names.
             layers: a layer, a list or a slice of them; negative numbers count from the end.
             steps: see `When`.
             span: a name in `spans`, or (first, last) columns, or one such pair for each row.
             pos: columns: a number (the axis stays), a slice, or a list; negative numbers count from
                 the end.
             batch: rows, likewise.
-        Raises: KeyError, ValueError for what is not there.
+        Raises: KeyError, ValueError for what is not there. Ranges, lists and conditions may choose
+            nothing of the steps and columns there are: that is an empty part.
         """
         record = self._recording().of_names(self._names_of(names, layers))
         some_columns = not (steps is None and span is None and pos is None)
@@ -461,6 +464,11 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         known = list(dict.fromkeys([*record.calls, *(n for n in record.values if ":" not in n)]))
         if names is None:
             chosen = known
+        elif callable(names):
+            chosen = [name for name in known if names(name)]
+            if not chosen:
+                called = getattr(names, "__name__", names)
+                raise MissingActivation(f"{called} matches none of the {len(known)} names here")
         else:
             several = [names] if isinstance(names, str | tuple) else list(names)
             chosen = [full for each in several for full in self._full_names(each, known)]
@@ -468,7 +476,10 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
             return chosen
         n = self._n_layers or 1 + max((layer_of(name, -1) for name in known), default=-1)
         numbers = layer_numbers(layers, n)
-        return [name for name in chosen if layer_of(name, -1) in numbers]
+        left = [name for name in chosen if layer_of(name, -1) in numbers]
+        if chosen and numbers and not left:
+            raise MissingActivation(f"layers={layers!r} has none of {chosen[:4]}")
+        return left
 
     def _full_names(self, name: Any, known: list[str]) -> list[str]:
         if not isinstance(name, tuple):
@@ -491,6 +502,8 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         keep = torch.ones(total, dtype=torch.bool)
         if steps is not None:
             chosen, keep = Steps(steps, "steps"), torch.zeros(total, dtype=torch.bool)
+            if isinstance(steps, int):
+                self._check_step(steps)
             for forward in record.forwards:
                 place = StepContext(forward.step, forward.start, forward.stop)
                 if place in chosen:
