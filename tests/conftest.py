@@ -36,6 +36,7 @@ UNCHECKED = (
     "test_encoders",
     "test_families",
     "test_hf_parity",
+    "test_interrupts",
     "test_loading",
     "test_patching",
     "test_real_models",

@@ -1,12 +1,9 @@
 """KeyValueCache: a sequence in pieces is the whole sequence, and a prefix is read, never copied."""
 
 import copy
-import itertools
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import jaxtyping
@@ -889,54 +886,6 @@ def test_a_forward_that_fails_half_way_leaves_the_cache_as_it_was(
     assert_same_contents(cache, before)
     assert not cache[0].past_keys.requires_grad
     close(run(model, ids[:, start:], past_kv_cache=cache), run(model, ids)[:, start:])
-
-
-def interrupted_at(line: int, files: tuple[str, ...], call: Callable[[], Any]) -> bool:
-    """Run with Ctrl-C before the line-th line that runs in these files; whether it came so far."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(files):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_ctrl_c_before_any_line_leaves_all_layers_equally_long(grad: bool) -> None:
-    """Either the forward is stored whole, or nothing of it."""
-    model, ids = loud.build("rotary"), loud.tokens(1, 9)
-    whole = run(model, ids)
-    files = ("kv_cache.py", "components/context.py")
-    lengths = set()
-    for line in itertools.count(1):
-        cache = empty_cache(model)
-        run(model, ids[:, :4], past_kv_cache=cache)
-        with torch.set_grad_enabled(grad):
-            came = interrupted_at(line, files, lambda c=cache: model(ids[:, 4:6], past_kv_cache=c))
-        done = cache.length
-        lengths.add(done)
-        assert {entry.length for entry in cache.entries} == {done}
-        assert (done, cache.n_forwards) in [(4, 1), (6, 2)]
-        close(run(model, ids[:, done:], past_kv_cache=cache), whole[:, done:])
-        if not came:
-            break
-    assert lengths == {4, 6}
-    assert line > 50
 
 
 # --- the object -----------------------------------------------------------------------------------

@@ -344,21 +344,30 @@ class HookedRootModule(Component):
         is_permanent: bool = False,
     ) -> Iterator[list[LensHandle]]:
         """Attach functions that were checked to names that exist."""
-        self.context_level += 1
+        outside = self.context_level
         handles: list[LensHandle] = []
+
+        def leave() -> None:
+            self.context_level = outside
+            for handle in handles if reset_hooks_end else ():
+                handle.remove()
+            if clear_contexts:
+                self.clear_contexts()
+
         try:
+            self.context_level = outside + 1
             for name, hook, direction, limits in wanted:
                 point, level = self.hook_dict[name], self.context_level
                 handle = LensHandle(point, hook, direction, is_permanent, level, limits=limits)
-                handles.append(handle.attach())
+                handles.append(handle)
+                handle.attach()
             yield handles
         finally:
-            self.context_level -= 1
-            if reset_hooks_end:
-                for handle in handles:
-                    handle.remove()
-            if clear_contexts:
-                self.clear_contexts()
+            try:
+                leave()
+            except BaseException:  # Ctrl-C between two handles: the rest would stay attached
+                leave()
+                raise
 
     def run_with_hooks(
         self,
@@ -388,13 +397,21 @@ class HookedRootModule(Component):
     def hooks_set_aside(self) -> Iterator[None]:
         """Nothing is attached to any hook point inside the block."""
         attached = [(point, point.fwd_hooks, point.bwd_hooks) for point in self.hook_points()]
+
+        def give_back() -> None:
+            for point, forward, backward in attached:
+                point.fwd_hooks, point.bwd_hooks = forward, backward
+
         try:
             for point, _, _ in attached:
                 point.fwd_hooks, point.bwd_hooks = [], []
             yield
         finally:
-            for point, forward, backward in attached:
-                point.fwd_hooks, point.bwd_hooks = forward, backward
+            try:
+                give_back()
+            except BaseException:  # Ctrl-C, as above
+                give_back()
+                raise
 
     def is_listened(self) -> bool:
         """Whether any function is attached anywhere in the model."""
