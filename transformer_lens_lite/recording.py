@@ -212,7 +212,8 @@ class Recording:
                 value = value.index_select(-1, keys.to(value.device))
             cut.values[name] = value.clone()
         before = [0, *shown.cumsum(0).tolist()]  # where each column comes to stand
-        cut.columns = torch.tensor([before[column] for column in cut.columns], dtype=torch.long)
+        own = one.columns[real].tolist()
+        cut.columns = torch.tensor([before[column] for column in own], dtype=torch.long)
         cut.forwards = [
             replace(forward, start=before[forward.start], stop=before[forward.stop])
             for forward in cut.forwards
