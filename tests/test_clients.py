@@ -54,6 +54,61 @@ def doubled(x: Tensor, hook: Any) -> Tensor:
     return 2 * x
 
 
+# --- replaced methods -----------------------------------------------------------------------------
+
+
+class Counting(HookedTransformer):
+    """A subclass whose own forward, tokenisation or embedding has to be heard by everybody."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*args, **kwargs) + torch.eye(self.cfg.d_vocab_out)[5] * 1e4
+
+
+class Shouting(HookedTransformer):
+    def to_tokens(self, input: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().to_tokens(input.upper(), *args, **kwargs)
+
+
+@torch.no_grad()
+def test_a_forward_of_ones_own_is_what_generate_calls() -> None:
+    cfg, how = native.build("rotary").cfg, {"do_sample": False, "verbose": False}
+    model = Counting(cfg)
+    new = model.generate(TOKENS, 3, stop_at_eos=False, **how)[:, TOKENS.shape[1] :]
+    assert model.calls == 3
+    assert (new == 5).all()
+    uncached = model.generate(TOKENS, 3, stop_at_eos=False, use_past_kv_cache=False, **how)
+    assert torch.equal(uncached[:, TOKENS.shape[1] :], new)
+    plain = HookedTransformer(cfg)
+    forward, shapes = plain.forward, []
+
+    def noted(input: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(input.shape))
+        return forward(input, *args, **kwargs)
+
+    expected = plain.generate(TOKENS, 3, stop_at_eos=False, **how)
+    plain.forward = noted  # type: ignore[method-assign]
+    assert torch.equal(plain.generate(TOKENS, 3, stop_at_eos=False, **how), expected)
+    assert shapes == [tuple(TOKENS.shape), (len(TOKENS), 1), (len(TOKENS), 1)]
+
+
+@torch.no_grad()
+def test_tokens_of_ones_own_are_what_forward_reads() -> None:
+    tokenizer = tokenizers_for_tests.byte_level()
+    cfg = native.build("rotary", d_vocab=len(tokenizer)).cfg
+    shouting = Shouting(cfg, tokenizer)
+    plain = HookedTransformer(cfg, tokenizer)
+    plain.load_state_dict(shouting.state_dict())
+    assert torch.equal(shouting("a b"), plain("A B"))
+    assert not torch.equal(shouting("a b"), plain("a b"))
+    how = {"do_sample": False, "verbose": False, "return_type": "tokens", "stop_at_eos": False}
+    assert torch.equal(shouting.generate("a b", 2, **how), plain.generate("A B", 2, **how))
+    with pytest.warns(UserWarning, match="Embedding.input_to_embed is called by nobody"):
+        type("Embedding", (HookedTransformer,), {"input_to_embed": lambda self, input: input})
+
+
 # --- replaced parts -------------------------------------------------------------------------------
 
 

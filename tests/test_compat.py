@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import native
 import pytest
@@ -16,6 +17,7 @@ import transformer_lens_lite
 from transformer_lens_lite import HookedTransformer, HookedTransformerConfig
 from transformer_lens_lite.compat import install_as_transformer_lens, uninstall
 from transformer_lens_lite.compat.configs import get_pretrained_model_config
+from transformer_lens_lite.compat.modules import OWN_FILES
 from transformer_lens_lite.compat.names import HOME, MODULES, NOT_OFFERED, TOP
 from transformer_lens_lite.loading import on_the_hub
 from transformer_lens_lite.model_names import (
@@ -56,7 +58,9 @@ def test_classic_modules_have_their_names(module: str, name: str, installed: Non
     classic = getattr(theirs, name)
     if (module, name) not in NOT_IN_OUR_FILES:
         ours = importlib.import_module(f"transformer_lens_lite.{module}")
-        assert getattr(ours, name) is classic
+        own = getattr(ours, name)
+        # the files of components hold the classes as a model builds them
+        assert own is classic or (module in OWN_FILES and own in classic.__bases__)
     assert name in dir(theirs)
     assert name in theirs.__all__
 
@@ -302,6 +306,135 @@ def test_checkpoints_of_pythia() -> None:
     assert len(get_checkpoint_labels("pythia-70m-v0")[0]) == 143
     with pytest.raises(ValueError, match="revision="):
         get_checkpoint_labels("gpt2")
+
+
+def test_a_checkpoint_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def download(name: str, file: str, revision: str | None = None, **how: Any) -> str:
+        asked.append(revision)
+        raise ValueError("no network in tests")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for index in (12, -1):
+        with pytest.raises(FileNotFoundError, match="no network in tests"):
+            HookedTransformer.from_pretrained("pythia-70m", checkpoint_index=index)
+    assert asked == ["step2000", "step143000"]
+    with pytest.raises(IndexError, match="checkpoint_index=154 is outside of 154"):
+        HookedTransformer.from_pretrained("pythia-70m", checkpoint_index=154)
+    with pytest.raises(ValueError, match="only one of revision, checkpoint_index"):
+        HookedTransformer.from_pretrained("pythia-70m", checkpoint_index=1, checkpoint_value=1)
+
+
+def test_processing_flags_by_their_place() -> None:
+    """Both loaders take them in the classic order."""
+    load = HookedTransformer.from_pretrained_no_processing
+    assert not load("tiny-lens", False, False, False, device="cpu").processed
+    assert load("tiny-lens", True, device="cpu").processed == {"fold_ln"}
+    assert not HookedTransformer.from_pretrained(
+        "tiny-lens", False, False, False, device="cpu", fold_value_biases=False
+    ).processed
+
+
+# --- components by themselves ---------------------------------------------------------------------
+
+ALONE = {
+    "n_layers": 2, "d_model": 16, "n_ctx": 12, "d_head": 4, "n_heads": 4, "d_mlp": 32,
+    "d_vocab": 11, "act_fn": "gelu_new", "device": "cpu", "window_size": 3,
+    "use_local_attn": True, "attn_types": ["global", "local"],
+}  # fmt: skip
+# the sums of absolute values that TransformerLens 3.9.0 has for the same weights and input
+EXPECTED = {
+    "Embed": 80.415,
+    "Unembed": 256.125,
+    "PosEmbed": 92.201,
+    "PosEmbed behind 3": 84.836,
+    "LayerNorm": 117.905,
+    "LayerNorm of 8": 66.213,
+    "LayerNormPre": 181.634,
+    "RMSNorm": 65.309,
+    "RMSNormPre": 181.468,
+    "Attention": 844.176,
+    "local Attention": 833.276,
+    "MLP": 764.789,
+    "GatedMLP": 1563.862,
+    "TransformerBlock": 523.615,
+    "GroupedQueryAttention": 600.001,
+}
+
+
+def drawn(module: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in sorted(module.named_parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+    return module
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@torch.no_grad()
+def test_components_are_made_from_a_config_alone(as_dict: bool) -> None:
+    c = importlib.import_module("transformer_lens_lite.components")
+    cfg: Any = ALONE if as_dict else HookedTransformerConfig(**ALONE)
+    grouped: Any = {**ALONE, "n_key_value_heads": 2}
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(2))
+    made = {
+        "Embed": (c.Embed(cfg), (ids,)),
+        "Unembed": (c.Unembed(cfg), (x,)),
+        "PosEmbed": (c.PosEmbed(cfg), (ids,)),
+        "PosEmbed behind 3": (c.PosEmbed(cfg), (ids, 3)),
+        "LayerNorm": (c.LayerNorm(cfg), (x,)),
+        "LayerNorm of 8": (c.LayerNorm(cfg, 8), (x[..., :8],)),
+        "LayerNormPre": (c.LayerNormPre(cfg), (x,)),
+        "RMSNorm": (c.RMSNorm(cfg), (x,)),
+        "RMSNormPre": (c.RMSNormPre(cfg), (x,)),
+        "Attention": (c.Attention(cfg), (x, x, x)),
+        "local Attention": (c.Attention(cfg, "local", layer_id=1), (x, x, x)),
+        "MLP": (c.MLP(cfg), (x,)),
+        "GatedMLP": (c.GatedMLP(cfg), (x,)),
+        "TransformerBlock": (c.TransformerBlock(cfg, 1), (x,)),
+        "GroupedQueryAttention": (c.GroupedQueryAttention(grouped), (x, x, x)),
+    }
+    sums = {name: float(drawn(m)(*args).abs().sum()) for name, (m, args) in made.items()}
+    assert sums == pytest.approx(EXPECTED, rel=1e-5)
+
+
+def test_a_models_own_parts_count_as_classic_ones() -> None:
+    c = importlib.import_module("transformer_lens_lite.components")
+    cfg = HookedTransformerConfig(**ALONE)
+    model = HookedTransformer(cfg)
+    block = model.blocks[0]
+    assert isinstance(block, c.TransformerBlock)
+    assert isinstance(block.mlp, c.MLP)
+    assert not isinstance(block.mlp, c.GatedMLP)
+    assert isinstance(block.attn, c.Attention)
+    assert isinstance(model.ln_final, c.LayerNorm)
+    assert not isinstance(model.ln_final, c.RMSNorm)
+
+    class Mine(c.MLP):
+        def forward(self, x: Any) -> Any:
+            return 3 * super().forward(x)
+
+    assert not isinstance(block.mlp, Mine)
+    assert issubclass(Mine, c.MLP)
+    before = model(torch.arange(5)[None])
+    mine = Mine(cfg)
+    mine.load_state_dict(block.mlp.state_dict())
+    with torch.no_grad():
+        block.mlp.b_out += 0.2
+        mine.b_out += 0.2
+    block.mlp = mine
+    model.setup()
+    assert isinstance(block.mlp, Mine)
+    assert "blocks.0.mlp.hook_pre" in model.hook_dict
+    assert not torch.allclose(model(torch.arange(5)[None]), before)
+    for wrong, message in (
+        (lambda: c.Attention(cfg, "near"), "'global' or 'local'"),
+        (lambda: c.GroupedQueryAttention(cfg), "n_key_value_heads"),
+        (lambda: c.MoE(cfg), "num_experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def test_classic_dicts_make_configs_and_come_back() -> None:

@@ -11,7 +11,7 @@ import tokenizers_for_tests as toks
 import torch
 
 from transformer_lens_lite import HookedTransformer, evals
-from transformer_lens_lite.train import HookedTransformerTrainConfig, train
+from transformer_lens_lite.train import HookedTransformerTrainConfig, optimizer_for, train
 
 # --- losses ---------------------------------------------------------------------------------------
 
@@ -72,6 +72,11 @@ def test_induction_loss() -> None:
     assert one != evals.induction_loss(model, subseq_len=length)
     with pytest.raises(ValueError, match="40"):
         evals.induction_loss(model, subseq_len=21)
+
+
+def test_losses_are_tensors_as_clients_expect(boxed: HookedTransformer) -> None:
+    assert isinstance(evals.sanity_check(boxed).item(), float)
+    assert isinstance(evals.induction_loss(boxed, subseq_len=8).item(), float)
 
 
 def test_induction_loss_puts_bos_in_front() -> None:
@@ -238,6 +243,26 @@ def test_training_lowers_the_loss(optimizer: str) -> None:
     assert model.training
 
 
+@pytest.mark.parametrize(
+    ("name", "decay", "expected"),
+    [
+        ("Adam", None, 0.0),
+        ("Adam", 0.5, 0.5),
+        ("AdamW", None, 0.0),
+        ("AdamW", 0.5, 0.5),
+        ("SGD", None, 0.0),
+        ("SGD", 0.5, 0.5),
+    ],
+)
+def test_weight_decay_is_what_is_asked_for(name: str, decay: float | None, expected: float) -> None:
+    """And decoupled from the gradient: a weight without one shrinks by lr · decay."""
+    config = HookedTransformerTrainConfig(1, 1, lr=0.1, weight_decay=decay, optimizer_name=name)
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)
+    optimizer_for([weight], config).step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.1 * expected))
+
+
 def by_hand(model: HookedTransformer, config: HookedTransformerTrainConfig, n: int) -> None:
     """SGD with a growing rate, clipped, on the batches in the config's order."""
     order = torch.Generator().manual_seed(config.seed)
@@ -247,7 +272,7 @@ def by_hand(model: HookedTransformer, config: HookedTransformerTrainConfig, n: i
         optimizer.zero_grad()
         model(batch["tokens"], return_type="loss").backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.param_groups[0]["lr"] = config.lr * min(1, (step + 1) / 2)
+        optimizer.param_groups[0]["lr"] = config.lr * min(1, step / 2)
         optimizer.step()
 
 
@@ -290,7 +315,7 @@ def test_numbers_go_to_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     train(native.build(), config, ROWS)
     assert started["project"] == "mine"
     assert started["config"]["batch_size"] == 6
-    assert [entry["lr"] for entry in logged] == pytest.approx([0.2, 0.4])
+    assert [entry["lr"] for entry in logged] == pytest.approx([0.0, 0.2])
     assert all(entry["train_loss"] > 0 and entry["epoch"] == 1 for entry in logged)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transformer_lens_lite import CaptureSpec, HookedTransformer
-from transformer_lens_lite.components import LayerNorm
+from transformer_lens_lite.components.norm import LayerNorm
 from transformer_lens_lite.hooks import HookPoint
 from transformer_lens_lite.root_module import UnknownHookError
 from transformer_lens_lite.specs import NormSpec

@@ -356,6 +356,25 @@ def test_report_149_dicts_of_older_versions_load_strictly(name: str) -> None:
     assert set(state) == kept
 
 
+def test_classic_mixtures_are_processed_as_ours() -> None:
+    model = native.build("experts")
+    classic = {name: t.clone() for name, t in model.state_dict().items()}
+    for name in list(classic):
+        short = name.rsplit(".", 1)[-1]
+        if ".experts." in name and short.startswith("W_"):
+            classic[f"{name}.weight"] = classic.pop(name).T.contiguous()
+        elif short == "W_router":
+            linear = f"{name.removesuffix('W_router')}W_gate.weight"
+            classic[linear] = classic.pop(name).T.contiguous()
+    kept = set(classic)
+    fresh = native.build("experts", seed=1)
+    fresh.load_and_process_state_dict(classic)
+    assert fresh.processed
+    expected, got = (m(native.tokens()).log_softmax(-1) for m in (model, fresh))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert set(classic) == kept
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 LONG_CONTEXT = """

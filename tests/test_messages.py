@@ -158,14 +158,36 @@ def test_eos_may_be_a_tensor() -> None:
     assert torch.equal(tokens, again)
 
 
-def test_a_hook_that_returns_another_dtype_is_named() -> None:
+def test_a_hook_that_returns_no_floats_is_named() -> None:
     name = "blocks.0.hook_resid_pre"
-    with pytest.raises(
-        ValueError, match=f"'{name}' returned torch.float64, expected torch.float32"
-    ):
+    with pytest.raises(ValueError, match=f"'{name}' returned torch.int64, expected torch.float32"):
         native.build().run_with_hooks(
-            native.tokens(), fwd_hooks=[(name, lambda value, hook: value.double())]
+            native.tokens(), fwd_hooks=[(name, lambda value, hook: value.long())]
         )
+
+
+def test_a_hook_may_return_another_floating_dtype() -> None:
+    """A vector found in fp32 steers a model in bf16."""
+    model = native.build().to(torch.bfloat16)
+    model.eval()
+    name, vector = "blocks.0.hook_resid_pre", torch.full((model.cfg.d_model,), 0.5)
+
+    def steer(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        return value + vector
+
+    def steer_in_place(value: torch.Tensor, hook: Any) -> None:
+        value += vector
+
+    out = model(native.tokens())
+    with model.hooks([(name, steer)]):
+        steered = model(native.tokens())
+        _, cache = model.run_with_cache(native.tokens())
+        model.generate(native.tokens(), 2, verbose=False, stop_at_eos=False)
+    assert cache[name].dtype == torch.bfloat16
+    assert not torch.equal(steered, out)
+    assert torch.equal(
+        steered, model.run_with_hooks(native.tokens(), fwd_hooks=[(name, steer_in_place)])
+    )
 
 
 def test_a_hook_that_cannot_be_called_is_refused_when_it_is_attached() -> None:

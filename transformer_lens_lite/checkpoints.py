@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from transformer_lens_lite.components.moe import MixtureOfExperts
 from transformer_lens_lite.config import HookedTransformerConfig, parse_dtype
+from transformer_lens_lite.model_names import get_checkpoint_labels
 from transformer_lens_lite.nearest import names_the_nearest
 
 
@@ -52,6 +54,7 @@ class CheckpointMethods:
         cache_dir: str | PathLike[str] | None = None,
         local_files_only: bool = False,
         attn_implementation: str | None = None,
+        low_cpu_mem_usage: bool = True,
     ) -> Any:
         """A model from a checkpoint, its weights simplified in ways that leave log-probabilities as
         they are.
@@ -68,10 +71,11 @@ class CheckpointMethods:
             n_ctx: another context length than the checkpoint's.
             first_n_layers: load only these.
             revision: of a hub checkpoint; `checkpoint_value=n` (or `checkpoint_label`) is
-                "step{n}".
+                "step{n}"; `checkpoint_index` counts the steps that `get_checkpoint_labels` lists.
             token, cache_dir, local_files_only: of the hub, see `hub.Hub`.
             attn_implementation: which of Hugging Face's kernels classic code wanted. Nothing here
                 depends on it: attention is fused until somebody listens to scores or pattern.
+            low_cpu_mem_usage: nothing depends on it either: weights are never held twice.
         Raises:
             FileNotFoundError: no such model.
             ValueError: a damaged or unsupported checkpoint, or contradicting arguments.
@@ -104,7 +108,9 @@ class CheckpointMethods:
             default_padding_side=default_padding_side,
             default_prepend_bos=default_prepend_bos,
             hub=Hub(
-                revision_of(revision, checkpoint_index, checkpoint_value, checkpoint_label),
+                revision_of(
+                    model_name, revision, checkpoint_index, checkpoint_value, checkpoint_label
+                ),
                 token,
                 cache_dir,
                 local_files_only,
@@ -116,18 +122,26 @@ class CheckpointMethods:
 
     @classmethod
     def from_pretrained_no_processing(
-        cls, model_name: str | PathLike[str] | None = None, **arguments: Any
+        cls,
+        model_name: str | PathLike[str] | None = None,
+        fold_ln: bool = False,
+        center_writing_weights: bool = False,
+        center_unembed: bool = False,
+        refactor_factored_attn_matrices: bool = False,
+        fold_value_biases: bool = False,
+        **arguments: Any,
     ) -> Any:
         """A model that is exactly the checkpoint: Hugging Face's logits. Arguments as
         `from_pretrained`."""
-        off: dict[str, Any] = {
-            "fold_ln": False,
-            "center_writing_weights": False,
-            "center_unembed": False,
-            "fold_value_biases": False,
-            "refactor_factored_attn_matrices": False,
-        }
-        return cls.from_pretrained(model_name, **{**off, **arguments})
+        return cls.from_pretrained(
+            model_name,
+            fold_ln=fold_ln,
+            center_writing_weights=center_writing_weights,
+            center_unembed=center_unembed,
+            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+            fold_value_biases=fold_value_biases,
+            **arguments,
+        )
 
     # -- processing --
 
@@ -183,7 +197,10 @@ class CheckpointMethods:
         self.processed = self.processed | taken
 
     def _completed(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = dict(self.state_dict())  # type: ignore[attr-defined]
+        own, state_dict = dict(self.state_dict()), dict(state_dict)  # type: ignore[attr-defined]
+        for name, module in self.named_modules():  # type: ignore[attr-defined]
+            if isinstance(module, MixtureOfExperts):
+                module.take_classic_names(state_dict, f"{name}.")
         missing = own.keys() - state_dict.keys()
         if matrices := sorted(name for name in missing if "W_" in name.rsplit(".", 1)[-1]):
             raise ValueError(f"the state dict lacks {matrices[:3]}")
@@ -243,13 +260,22 @@ class CheckpointMethods:
 
 
 def revision_of(
-    revision: str | None, index: int | None, value: int | None, label: int | None
+    model_name: str | PathLike[str] | None,
+    revision: str | None,
+    index: int | None,
+    value: int | None,
+    label: int | None,
 ) -> str | None:
     """The hub revision that a training checkpoint is kept under."""
-    if index is not None:
-        raise ValueError("checkpoint_index is not supported; give checkpoint_value= or revision=")
-    given = [x for x in (revision, value, label) if x is not None]
+    given = [x for x in (revision, index, value, label) if x is not None]
     if len(given) > 1:
-        raise ValueError("give only one of revision, checkpoint_value and checkpoint_label")
+        raise ValueError(
+            "give only one of revision, checkpoint_index, checkpoint_value and checkpoint_label"
+        )
+    if index is not None:
+        steps, _ = get_checkpoint_labels(str(model_name))
+        if not -len(steps) <= index < len(steps):
+            raise IndexError(f"checkpoint_index={index} is outside of {len(steps)} checkpoints")
+        value = steps[index]
     step = value if value is not None else label
     return revision if step is None else f"step{step}"

@@ -32,9 +32,9 @@ SANE_TEXT = (
 
 
 @torch.no_grad()
-def sanity_check(model: Any) -> float:
+def sanity_check(model: Any) -> Float[Tensor, ""]:
     """The loss on a short English text: a few nats per token for any working model."""
-    return float(model(SANE_TEXT, return_type="loss"))
+    return model(SANE_TEXT, return_type="loss")
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def induction_loss(
     prepend_bos: bool | None = None,
     device: Any = None,
     seed: int | None = None,
-) -> float:
+) -> Float[Tensor, ""]:
     """The mean loss, in nats, on the second half of random tokens said twice: near zero for a model
     that can copy, log(d_vocab) or more for one that cannot.
 
@@ -85,7 +85,7 @@ def induction_loss(
     tokens = tokens.to(model.cfg.device if device is None else device)
     losses = model(tokens, return_type="loss", loss_per_token=True)
     # the second half's first token is new to everybody
-    return float(losses[:, 1 - subseq_len :].mean())
+    return losses[:, 1 - subseq_len :].mean()
 
 
 def repeated_tokens(

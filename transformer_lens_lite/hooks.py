@@ -283,6 +283,8 @@ class LensHandle:
                 f"a hook on {point.name!r} returned shape {tuple(result.shape)}, expected "
                 f"{tuple(tensor.shape)}"
             )
+        if result.is_floating_point() and tensor.is_floating_point():
+            return result.to(tensor.dtype)  # a fp32 vector added in a bf16 model, for one
         if result.dtype != tensor.dtype:
             raise ValueError(
                 f"a hook on {point.name!r} returned {result.dtype}, expected {tensor.dtype}"

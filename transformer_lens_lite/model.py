@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -149,6 +150,15 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         self.ln_final = build_norm(cfg.final_norm_spec())
         self.unembed = build_unembed(cfg, self.embed)
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "input_to_embed" in cls.__dict__:
+            warnings.warn(
+                f"{cls.__name__}.input_to_embed is called by nobody here: forward embeds "
+                "by itself. Hook hook_embed and hook_pos_embed, or replace the module embed",
+                stacklevel=2,
+            )
+
     def init_weights(self) -> None:
         """Draw fresh weights by `cfg.init_mode`."""
         initialise(self.cfg, self.named_parameters())
@@ -248,9 +258,14 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         As the last position of `forward`; other positions are unembedded only if somebody listens
         there. `generation` is the `Generation` this is a step of.
         """
+        is_ids = not start.is_floating_point()
+        if is_ids and self._is_replaced("forward"):
+            given: dict[str, Any] = {"past_kv_cache": past_kv_cache}
+            given |= {} if attention_mask is None else {"attention_mask": attention_mask}
+            logits: Any = self.forward(start, **given)
+            return logits[:, -1]
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
-        is_ids = not start.is_floating_point()
         with running(partial(step_of, context, start if is_ids else None, generation)):
             if is_ids:
                 residual = self._embedded(start, context)
@@ -260,6 +275,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             if residual.shape[1] > 1 and not self._output_is_listened():
                 residual = residual[:, -1:]
             return self.logits_of(self.ln_final(residual))[:, -1]
+
+    def _is_replaced(self, method: str) -> bool:
+        """Whether a subclass, or an attribute of this very model, stands in place of a method."""
+        own = getattr(type(self), method) is not getattr(HookedTransformer, method)
+        return own or method in self.__dict__
 
     def _output_is_listened(self) -> bool:
         return any(
@@ -469,6 +489,9 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise ValueError(f"past_kv_cache must be a KeyValueCache, got {type(cache).__name__}")
         if prepend_bos is None and cache is not None and cache.length > 0:
             prepend_bos = False
+        if is_text(input) and self._is_replaced("to_tokens"):
+            how: dict[str, Any] = {"prepend_bos": prepend_bos, "padding_side": padding_side}
+            input = self.to_tokens(input, **how)  # type: ignore[arg-type]
         if is_text(input):
             texts: Any = input
             tokens, made = self._text().encode_batch(

@@ -33,7 +33,7 @@ class HookedTransformerTrainConfig:
     weight_decay: float | None = None
     optimizer_name: str = "Adam"  # or "AdamW", "SGD"
     device: str | torch.device | None = None  # None: a GPU when there is one
-    warmup_steps: int = 0  # the learning rate grows to its full size over so many
+    warmup_steps: int = 0  # the learning rate grows from 0 to its full size over so many
     save_every: int | None = None  # steps
     save_dir: str | None = None
     wandb: bool = False
@@ -64,7 +64,7 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Any) -> Any
     model.to(device).train()
     optimizer = optimizer_for(model.parameters(), config)
     warm_up = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
+        optimizer, lambda step: min(1.0, step / config.warmup_steps) if config.warmup_steps else 1
     )
     order = torch.Generator().manual_seed(config.seed)
     batches = DataLoader(dataset, batch_size=config.batch_size, shuffle=True, generator=order)
@@ -92,15 +92,12 @@ def train(model: Any, config: HookedTransformerTrainConfig, dataset: Any) -> Any
 def optimizer_for(
     parameters: Iterable[nn.Parameter], config: HookedTransformerTrainConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer a config asks for. Its own default weight decay, unless one is given."""
-    options: dict[str, Any] = {"lr": config.lr}
-    if config.weight_decay is not None:
-        options["weight_decay"] = config.weight_decay
+    """The optimizer a config asks for, without weight decay unless one is given. That of Adam is
+    decoupled too (Loshchilov and Hutter 2019, arXiv 1711.05101), which is AdamW."""
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay or 0.0}
     if config.optimizer_name == "SGD":
         return torch.optim.SGD(parameters, momentum=config.momentum, **options)
-    if config.optimizer_name == "AdamW":
-        return torch.optim.AdamW(parameters, **options)
-    return torch.optim.Adam(parameters, **options)
+    return torch.optim.AdamW(parameters, **options)
 
 
 def save(model: nn.Module, folder: Path, step: int) -> None:

@@ -1,23 +1,28 @@
-"""The parts a transformer is made of, each built from its frozen spec."""
+"""The parts a transformer is made of. Here they are built from a config alone; a model builds those
+in the files beside this one, each from its frozen spec."""
 
-from transformer_lens_lite.components.attention import Attention, GroupedQueryAttention
-from transformer_lens_lite.components.block import TransformerBlock
-from transformer_lens_lite.components.embed import (
+from transformer_lens_lite.components.alone import (
+    MLP,
+    Attention,
     Embed,
+    GatedMLP,
+    GroupedQueryAttention,
+    LayerNorm,
+    LayerNormPre,
+    MoE,
     PosEmbed,
-    TiedUnembed,
-    TokenTypeEmbed,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
     Unembed,
 )
-from transformer_lens_lite.components.mlp import MLP, GatedMLP
+from transformer_lens_lite.components.attention import Attention as AbstractAttention
+from transformer_lens_lite.components.embed import TiedUnembed, TokenTypeEmbed
 from transformer_lens_lite.components.moe import MixtureOfExperts
-from transformer_lens_lite.components.norm import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 from transformer_lens_lite.hooks import Component
 
-# classic names: what attention, and what may stand at `block.mlp`, is an instance of
-AbstractAttention = Attention
+# a classic name: what may stand at `block.mlp` is an instance of
 CanBeUsedAsMLP = Component
-MoE = MixtureOfExperts
 
 __all__ = [
     "MLP",

@@ -89,7 +89,12 @@ class MixtureOfExperts(Component):
         return torch.zeros_like(x).index_add_(0, rows, out)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Takes the names and layouts of HookedTransformer's mixtures too: linear layers."""
+        self.take_classic_names(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def take_classic_names(self, state_dict: dict[str, Tensor], prefix: str) -> None:
+        """Rename, in place, what has the names and layouts of HookedTransformer's mixtures: linear
+        layers."""
         linear = {"W_gate": "W_router"}
         for expert in range(len(self.experts)):
             names = (f"experts.{expert}.{name}" for name in ("W_gate", "W_in", "W_out"))
@@ -97,7 +102,6 @@ class MixtureOfExperts(Component):
         for classic, name in linear.items():
             if (weight := state_dict.pop(f"{prefix}{classic}.weight", None)) is not None:
                 state_dict[prefix + name] = weight.T
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def shared_out(
         self, x: Float[Tensor, "batch pos d_model"]
