@@ -20,6 +20,7 @@ from transformer_lens_lite.cache.key_value_cache import TransformerLensKeyValueC
 from transformer_lens_lite.components import MLP, AbstractAttention, CanBeUsedAsMLP
 from transformer_lens_lite.hook_points import HookedRootModule, HookPoint
 from transformer_lens_lite.past_key_value_caching import HookedTransformerKeyValueCache
+from transformer_lens_lite.patching import get_act_patch_resid_pre
 
 TOKENS = native.tokens()
 
@@ -52,6 +53,69 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 def doubled(x: Tensor, hook: Any) -> Tensor:
     return 2 * x
+
+
+# --- points of ones own ---------------------------------------------------------------------------
+
+
+class Halving(HookPoint):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+@torch.no_grad()
+def test_a_hook_point_with_a_forward_of_its_own_computes() -> None:
+    model = native.build()
+    name = "blocks.1.attn.hook_pattern"
+    expected = model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: x / 2)])
+    assert not torch.allclose(expected, model(TOKENS))
+    model.blocks[1].attn.hook_pattern = Halving()
+    model.setup()
+    torch.testing.assert_close(model(TOKENS), expected)
+    _, cache = model.run_with_cache(TOKENS)
+    torch.testing.assert_close(cache[name].sum(-1), torch.full_like(cache[name].sum(-1), 0.5))
+    other = native.build()
+    other.hook_dict[name].forward = lambda x: x / 2
+    torch.testing.assert_close(other(TOKENS), expected)
+    with other.hooks([(name, lambda x, hook: 2 * x)]):  # behind it
+        torch.testing.assert_close(other(TOKENS), native.build()(TOKENS))
+    torch.testing.assert_close(copy.deepcopy(other)(TOKENS), expected)
+
+
+def test_torchs_own_backward_hook_of_a_point_is_called() -> None:
+    model, seen = native.build(), []
+    point = model.hook_dict["blocks.0.hook_resid_post"]
+    handle = point.register_full_backward_hook(lambda module, into, out: seen.append(out[0]))
+    model(TOKENS, return_type="loss").backward()
+    handle.remove()
+    (gradient,) = seen
+    _, cache = model.run_with_cache(TOKENS, return_type="loss", incl_bwd=False)
+    with model.hooks(bwd_hooks=[(point.name, lambda gradient, hook: seen.append(gradient))]):
+        model(TOKENS, return_type="loss").backward()
+    torch.testing.assert_close(gradient, seen[1])
+    assert cache[point.name].shape == gradient.shape
+
+
+def test_a_model_inside_another_works_by_its_own_names() -> None:
+    class Outer(HookedRootModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = native.build()
+            self.setup()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(tokens)
+
+    outer, plain = Outer(), native.build()
+    out, cache = outer.model.run_with_cache(TOKENS, incl_bwd=False)
+    _, expected = plain.run_with_cache(TOKENS)
+    assert list(cache) == list(expected)
+    assert all(torch.equal(cache[name], expected[name]) for name in cache)
+    _, whole = outer.run_with_cache(TOKENS)
+    assert list(whole) == [f"model.{name}" for name in expected]
+    got = get_act_patch_resid_pre(outer.model, TOKENS.flip(1), cache, lambda logits: logits.sum())
+    want = get_act_patch_resid_pre(plain, TOKENS.flip(1), expected, lambda logits: logits.sum())
+    torch.testing.assert_close(got, want)
 
 
 # --- replaced methods -----------------------------------------------------------------------------

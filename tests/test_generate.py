@@ -137,6 +137,23 @@ def test_texts_are_padded_on_the_left_whatever_the_argument_says() -> None:
     assert [model.generate(text, 4, **GREEDY) for text in texts] == left
 
 
+@pytest.mark.parametrize("tokenizer", [gpt2_like, with_own_pad, llama_like])
+def test_ids_are_padded_where_the_argument_says(tokenizer: Any) -> None:
+    model = build("standard", tokenizer())
+    texts = ["Hello world", "The cat sat on the mat"]
+    how: dict[str, Any] = {"return_type": "tokens", "output_logits": True, **GREEDY}
+    ids = model.to_tokens(texts, padding_side="left")
+    batch = model.generate(ids, 4, padding_side="left", **how)
+    expected = model.generate(texts, 4, **how)
+    assert torch.equal(batch.sequences, expected.sequences)
+    for ours, theirs in zip(batch.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    streamed = list(
+        model.generate_stream(ids, 4, padding_side="left", return_type="tokens", **GREEDY)
+    )
+    assert torch.equal(streamed[-1][:, -4:], expected.sequences[:, -4:])
+
+
 def test_prompts_that_end_in_padding_are_refused() -> None:
     model = build()
     _, ids, mask = loud.ragged([3, 7], side="right")

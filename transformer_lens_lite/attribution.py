@@ -7,6 +7,7 @@ gradient at the receiver's input.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +40,13 @@ def gradients_of(
     """
     kept: dict[str, Tensor] = {}
 
-    def keep(value: Tensor, hook: Any) -> Tensor:
+    def keep(value: Tensor, hook: Any, name: str) -> Tensor:
         if not value.requires_grad:  # where the parameters are frozen
             value = value.detach().requires_grad_()
-        kept[hook.name] = value
+        kept[name] = value
         return value
 
-    with torch.enable_grad(), model.hooks([(name, keep) for name in names]):
+    with torch.enable_grad(), model.hooks([(name, partial(keep, name=name)) for name in names]):
         result = metric(model(tokens, attention_mask=attention_mask))
         if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
             raise ValueError(

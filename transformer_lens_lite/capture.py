@@ -342,6 +342,8 @@ class Recorder:
         self.axes = {
             n: Axes(points[n].pos_axis, points[n].unseen) for n in self.names if n in points
         }
+        # not `point.name`: a model that is a part of another one has longer names there
+        self.name_of = {points[n]: n for n in self.axes}
         self.steps = Steps(spec.steps)
         self.absolute = None if spec.pos_slice is None else Columns(spec.pos_slice).in_order()
         if self.absolute is not None:
@@ -399,12 +401,12 @@ class Recorder:
         if self._thread is not None and get_ident() != self._thread:
             return
         self._see()
-        name = hook.name or ""
+        name = self.name_of[hook]
         self._keep(name, tensor, self.axes[name])
 
     def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
         """The backward hook; autograd may have threads of its own."""
-        name, step = hook.name or "", current_step()
+        name, step = self.name_of[hook], current_step()
         for run in self.runs:
             for number, place in enumerate(run.places):
                 if place.step is step:

@@ -54,7 +54,7 @@ def start_generation(
     eos_token_id: Any = None,
     use_past_kv_cache: bool = True,
     prepend_bos: bool | None = None,
-    padding_side: str | None = None,  # accepted as classic callers pass it; prompts are padded left
+    padding_side: str | None = None,
     past_kv_cache: KeyValueCache | None = None,
     attention_mask: Int[Tensor, "batch key_pos"] | None = None,
     stop: Any = None,
@@ -88,7 +88,9 @@ def start_generation(
     chosen_by = sampling_of(model, sampling, ending.eos_ids, max_new_tokens)
     if num_beams > 1 and not chosen_by.is_greedy:
         raise ValueError(f"num_beams={num_beams} searches and does not draw: pass do_sample=False")
-    prompt, mask = prompt_and_mask(model, input, prepend_bos, attention_mask, past_kv_cache)
+    prompt, mask = prompt_and_mask(
+        model, input, prepend_bos, attention_mask, past_kv_cache, padding_side
+    )
     check_prompt(prompt, chosen_by)
     copies = num_beams if num_beams > 1 else beams.n
     check_cache(past_kv_cache, use_past_kv_cache, copies)
@@ -211,11 +213,13 @@ def prompt_and_mask(
     prepend_bos: bool | None,
     attention_mask: Tensor | None,
     cache: KeyValueCache | None,
+    padding_side: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The prompt as ids [batch, pos] or embeddings [batch, pos, d_model], and its mask.
 
     Several texts are padded on the left whatever the default, since generation continues from the
-    last column. Raises ValueError when a row ends in padding.
+    last column; `padding_side` says where ids have been. Raises ValueError when a row ends in
+    padding.
     """
     if isinstance(input, Tensor) and input.is_floating_point():
         if input.ndim != 3 or input.shape[-1] != model.cfg.d_model:
@@ -237,7 +241,7 @@ def prompt_and_mask(
                 else "[]"
             )
         )
-    side = "left" if is_text(input) else None
+    side = "left" if is_text(input) else padding_side
     return model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
 
 
@@ -546,8 +550,10 @@ class GenerationMethods:
 
         Args:
             input: a text, several (padded on the left, whatever `padding_side` says), ids
-                [batch, pos], token embeddings [batch, pos, d_model], or a chat: a list of messages
-                {"role": ..., "content": ...}, or several such lists, for the tokenizer's template.
+                [batch, pos] (padded on the side that `padding_side`, or else the model's default,
+                says, unless there is an `attention_mask`), token embeddings [batch, pos, d_model],
+                or a chat: a list of messages {"role": ..., "content": ...}, or several such lists,
+                for the tokenizer's template.
             max_new_tokens, min_new_tokens: at most this many, fewer when all rows end, and no EOS
                 among the first so many.
             stop_at_eos, eos_token_id, stop: a row ends with one of these ids (the tokenizer's by

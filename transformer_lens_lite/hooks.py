@@ -361,6 +361,14 @@ class HookPoint(Component):
     """
 
     name: str | None
+    computes = False  # whether a subclass, or an attribute, has a forward of its own
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "forward" in cls.__dict__:
+            cls.computes = True
+            cls.__call__ = cls.__dict__.get("__call__", HookPoint._visit)  # type: ignore[method-assign]
+            cls.listened = property(lambda self: True)  # type: ignore[assignment]
 
     def __init__(
         self, optional: bool = False, pos_axis: int | None = 1, unseen: float | None = None
@@ -385,24 +393,40 @@ class HookPoint(Component):
         return step
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.fwd_hooks or self.bwd_hooks or self._forward_hooks or self._forward_pre_hooks:
+        if (
+            self.fwd_hooks
+            or self.bwd_hooks
+            or self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+        ):
             return self._visit(x)
         return x
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and not self.computes:
+            self.__class__ = ComputingHookPoint
+        super().__setattr__(name, value)
 
     @property
     def listened(self) -> bool:
         """Whether anybody would see the value: what selects the slow path."""
         return bool(
-            self.fwd_hooks or self.bwd_hooks or self._forward_hooks or self._forward_pre_hooks
+            self.fwd_hooks
+            or self.bwd_hooks
+            or self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The identity; reached only through hooks registered with torch's own methods."""
+        """The identity; reached only through hooks registered with torch's own methods. A subclass
+        may do something else."""
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self._forward_hooks or self._forward_pre_hooks:
-            x = super().__call__(x)
+        if self.computes or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            x = Component.__call__(self, x)
         for handle in tuple(self.fwd_hooks):
             x = handle.run(x, self)
         if self.bwd_hooks and x.requires_grad:
@@ -503,6 +527,14 @@ class HookPoint(Component):
 
     def extra_repr(self) -> str:
         return "optional" if self.optional else ""
+
+
+class ComputingHookPoint(HookPoint):
+    """What a point becomes whose `forward` is assigned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The identity, until then."""
+        return x
 
 
 class Absent(Component):

@@ -428,10 +428,13 @@ def observing_hooks(
 ) -> list[tuple[str, Callable[..., None]]]:
     """Hooks that keep what passes, [batch, cell, …], under the name of their point."""
 
-    def keep(value: Tensor, hook: Any) -> None:
-        seen[hook.name] = value.unflatten(0, (batch, n)).clone()
+    def keep_as(name: str) -> Callable[..., None]:
+        def keep(value: Tensor, hook: Any) -> None:
+            seen[name] = value.unflatten(0, (batch, n)).clone()
 
-    return [(name, keep) for name in names]
+        return keep
+
+    return [(name, keep_as(name)) for name in names]
 
 
 def n_positions(model: Any, tokens: Any) -> int:
