@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 # More workers than this only take the cores that torch's own threads would have used.
-PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadgroup
+PYTEST_WORKERS ?= -n auto --maxprocesses 4 --dist loadgroup
+PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
 NOTEBOOKS := $(wildcard notebooks/*.py notebooks/*.ipynb)
@@ -21,17 +22,21 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SAY = @echo "installing into $(VENV): minutes the first time; 2 GB, or 5 GB if torch comes with CUDA"
+INSTALL = $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 
 $(VENV)/.package: pyproject.toml constraints.txt | $(VENV)/.made
+	$(SAY)
 	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
+	$(SAY)
 	$(INSTALL) --editable '.[test]'
 	touch $@ $(VENV)/.package
 
 $(VENV)/.check: pyproject.toml constraints.txt | $(VENV)/.made
+	$(SAY)
 	$(INSTALL) --editable '.[test,dev,docs,notebooks,plot]'
 	touch $@ $(VENV)/.test $(VENV)/.package
 
@@ -39,7 +44,7 @@ demo: $(VENV)/.package  ## look inside the trained model in the box
 	$(PY) -m transformer_lens_lite
 
 test: $(VENV)/.test  ## the tests (PYTEST_ARGS="-k cache" for some of them)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 clients: $(VENV)/.test  ## packages of others over this library (installs them, so it needs a network)
 	TEST_CLIENTS=1 $(PY) -m pytest tests/test_installed_clients.py
@@ -56,7 +61,9 @@ docs: $(VENV)/.check  ## the site, into build/site; a broken link is an error
 
 # A thread that waits for another gives its core away: spinning takes twice the time on a busy machine.
 notebooks: export OMP_WAIT_POLICY = PASSIVE
-notebooks: $(VENV)/.check  ## run every notebook from top to bottom
+# Figures are written twice: as data, and as HTML with plotly's code for viewers that don't know it.
+notebooks: export PLOTLY_RENDERER = plotly_mimetype+notebook
+notebooks: $(VENV)/.check  ## run every notebook (NOTEBOOKS=notebooks/02_induction_heads.py: that one)
 	@mkdir -p build/notebooks
 	@set -e; SMOLLM2_FOLDER="$${SMOLLM2_FOLDER-$$($(PY) -m tests.wheels smollm2)}"; \
 	export SMOLLM2_FOLDER; \
