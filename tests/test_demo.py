@@ -12,7 +12,7 @@ import torch
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.__main__ import BOXED_PROMPT, main
 from transformer_lens_lite.demo import Demo, logit_lens, report, run
-from transformer_lens_lite.demo_page import html_page
+from transformer_lens_lite.demo_page import html_page, shaded
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,42 @@ def test_the_page_stands_alone(demo: Demo) -> None:
     assert len(data["prompt"]["patterns"]) == n_heads
     pattern = torch.tensor(data["prompt"]["patterns"]["L0H0"])
     assert torch.equal(pattern, (demo.cache["pattern", 0][0, 0] * 100).round().int())
+
+
+def luminance(colour: list[float]) -> float:
+    """WCAG's relative luminance."""
+    parts = [part / 255 for part in colour]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_text_in_cells_is_legible(demo: Demo, scheme: str) -> None:
+    """At least 4.5 : 1 (WCAG 2.2, AA), on every ground a cell can have, in both schemes."""
+    page = html_page(demo)
+    declared = {
+        name: [int(part) for part in values.split(",")]
+        for name, values in re.findall(
+            r"--(\w+): (\d+, \d+, \d+)",
+            re.findall(r":root \{([^}]*)\}", page)[scheme == "dark"],
+        )
+    }
+    every = "".join(
+        shaded(value / 200, "", colour) for value in range(201) for colour in ("mark", "warm")
+    )
+    cells = re.findall(r'<td class="cell ([^"]*)" style="background: rgba\((.*?)\)"', page + every)
+    assert len(cells) > 402 + 20
+    for names, background in cells:
+        colour, share = re.fullmatch(r"var\(--(\w+)\), ([\d.]+)", background).groups()
+        ground = [
+            float(share) * over + (1 - float(share)) * paper
+            for over, paper in zip(declared[colour], declared["paper"], strict=True)
+        ]
+        text = luminance([255.0 * (f"{scheme}-white" in names.split())] * 3)
+        darker, lighter = sorted((text + 0.05, luminance(ground) + 0.05))
+        assert lighter / darker >= 4.5, (names, background)
+    for name in ("light-black", "light-white", "dark-black", "dark-white"):
+        assert f".{name} {{ color: #{'000' if 'black' in name else 'fff'}; }}" in page
 
 
 def test_a_prompt_with_markup_stays_text() -> None:

@@ -118,6 +118,21 @@ def test_a_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "light dark" in page
 
 
+def test_only_tokens_show_their_spaces_as_dots() -> None:
+    columns = ["head 0", " John", " ", "a\n", "<b> c "]
+    shown = ["head 0", "·John", "·", "a⏎", "&lt;b&gt; c·"]
+    figure = plot.patching(
+        torch.ones(1, 2, 5), columns=columns, rows=["as it is", " to"], names=["erased at rest"]
+    )
+    assert list(figure.layout.xaxis.ticktext) == shown
+    assert list(figure.layout.yaxis.ticktext) == ["as it is", "·to"]
+    assert figure.layout.annotations[0].text == "erased at rest"
+    figure = plot.attribution(torch.ones(5), columns)
+    assert list(figure.layout.yaxis.ticktext) == list(figure.data[0].customdata) == shown
+    figure = plot.attention(torch.eye(2), [" a b", "c "])
+    assert list(figure.layout.xaxis.ticktext) == ["·a·b", "c·"]
+
+
 def test_figures_have_no_ground_of_their_own() -> None:
     for figure in (
         plot.attention(torch.eye(3), list("abc")),
@@ -129,16 +144,27 @@ def test_figures_have_no_ground_of_their_own() -> None:
 
 
 def luminance(colour: str) -> float:
-    """WCAG's relative luminance of "#rrggbb"."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    """WCAG's relative luminance of "#rrggbb" or "rgb(r, g, b)"."""
+    if colour.startswith("#"):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    else:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_ink_is_legible_on_light_and_dark() -> None:
-    ink = luminance(plot.INK)
-    assert (1.05) / (ink + 0.05) > 3  # WCAG 2.2, large text and graphics
-    assert (ink + 0.05) / (luminance("#1e1e1e") + 0.05) > 3
+    ink = luminance(plot.INK)  # WCAG 2.2 asks 3 of large text and graphics, 4.5 of small text
+    assert 1.05 / (ink + 0.05) > 4
+    assert (ink + 0.05) / (luminance("#1e1e1e") + 0.05) > 4
+
+
+def test_words_in_cells_are_legible_at_every_probability(model: HookedTransformer) -> None:
+    _, cache = model.run_with_cache("When Mary and John went to the store,")
+    (trace,) = plot.logit_lens(cache).data
+    ends = [luminance(colour) for _, colour in trace.colorscale]  # luminance falls between them
+    assert (min(ends) + 0.05) / (luminance(trace.textfont.color) + 0.05) > 4.5
+    assert max(ends) - min(ends) > 0.5  # and likelier is darker, visibly
 
 
 def test_html_of_caches_and_models() -> None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Sequence
 from string import Template
 from typing import Any
 
@@ -9,6 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from transformer_lens_lite.demo import Demo, HeadScores, LensRow, PrefixReuse
+
+# Red, green, blue of both schemes. `mark` and `warm` are laid over the paper, the denser the larger
+# a value is, and the text on them is black or white, whichever is read more easily.
+COLOURS = {
+    "light": {"paper": (252, 252, 250), "mark": (16, 92, 168), "warm": (196, 100, 10)},
+    "dark": {"paper": (20, 25, 31), "mark": (104, 176, 255), "warm": (255, 176, 84)},
+}
 
 PAGE = Template(
     """<!doctype html>
@@ -18,13 +26,10 @@ PAGE = Template(
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --ink: #1c2530; --soft: #5d6a78; --paper: #fcfcfa; --line:
-#d9dee3;
-  --mark: 16, 92, 168; --warm: 196, 100, 10; }
+:root { color-scheme: light dark; --ink: #1c2530; --soft: #5d6a78; --line: #d9dee3; $light }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6ebf0; --soft: #9aa7b4; --paper: #14191f; --line: #313a44; --mark: 104, 176, 255;
-    --warm: 255, 176, 84; } }
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  :root { --ink: #e6ebf0; --soft: #9aa7b4; --line: #313a44; $dark } }
+body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: rgb(var(--paper));
   max-width: 60rem; margin: 2.5rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .4rem; }
 p, caption { color: var(--soft); margin: .2rem 0 .8rem; text-align: left; }
@@ -34,10 +39,14 @@ code, .token { font-family: ui-monospace, monospace; font-size: .88em; }
 table { border-collapse: collapse; font-size: .9rem; }
 th { font-weight: 600; text-align: left; } td, th { padding: .25rem .6rem; border-bottom: 1px solid
 var(--line); } td.cell { text-align: center; min-width: 3.2rem; }
+.light-black { color: #000; } .light-white { color: #fff; }
+@media (prefers-color-scheme: dark) {
+  .dark-black { color: #000; } .dark-white { color: #fff; } }
 .scroll { overflow-x: auto; }
 .grid { display: grid; gap: 1px; width: max-content; }
 .grid div { width: .95rem; height: .95rem; } .grid .label { width: auto; text-align: right;
   padding-right: .5rem; font: .72rem/.95rem ui-monospace, monospace; white-space: pre; }
+.grid .below { height: auto; padding: .5rem 0 0; writing-mode: vertical-rl; text-align: left; }
 select { font: inherit; padding: .15rem .4rem; }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .35rem .8rem;
 max-width: 36rem; } .bar { background: rgba(var(--mark), .75); border-radius: .2rem; height: 1.1rem;
@@ -51,18 +60,23 @@ $sections
 <p>Written by <code>python -m transformer_lens_lite</code>. Every number was computed for this
 page.</p> <script>
 const data = $data;
+function add(box, name, text) {
+  const label = document.createElement("div");
+  label.className = name; label.textContent = text; box.append(label);
+}
 function draw(box, tokens, pattern) {
   box.replaceChildren();
   box.style.gridTemplateColumns = `max-content repeat($${tokens.length}, .95rem)`;
   pattern.forEach((row, i) => {
-    const label = document.createElement("div");
-    label.className = "label"; label.textContent = tokens[i]; box.append(label);
+    add(box, "label", tokens[i]);
     row.forEach((weight, j) => {
       const cell = document.createElement("div");
       cell.style.background = j > i ? "transparent" : `rgba(var(--mark), $${0.06 + 0.94 * weight /
       100})`; cell.title = `$${tokens[i]} → $${tokens[j]}: $${weight} %`; box.append(cell);
     });
   });
+  add(box, "label", "");
+  tokens.forEach((token) => add(box, "label below", token));
 }
 for (const box of document.querySelectorAll("[data-pattern]")) {
   const shown = data[box.dataset.pattern];
@@ -98,6 +112,7 @@ def html_page(demo: Demo) -> str:
         f"{demo.model.n_params_total:,} parameters; {len(demo.cache)} named activations.",
         continuation=f'{html.escape(demo.prompt)}<span class="new">{html.escape(new)}</span>',
         sections="\n".join(sections),
+        **{scheme: declared(colours) for scheme, colours in COLOURS.items()},
         data=json.dumps(data).replace("</", "<\\\\/"),
     )
 
@@ -119,8 +134,30 @@ def all_patterns(demo: Demo) -> dict[str, list[list[int]]]:
 
 def shaded(value: float, text: str, colour: str = "mark") -> str:
     """A table cell whose background says how large a value between 0 and 1 is."""
-    background = f"background: rgba(var(--{colour}), {0.75 * value:.2f})"
-    return f'<td class="cell" style="{background}">{text}</td>'
+    share = round(0.75 * value, 2)
+    names = " ".join(f"{scheme}-{text_colour(scheme, colour, share)}" for scheme in COLOURS)
+    background = f"background: rgba(var(--{colour}), {share:.2f})"
+    return f'<td class="cell {names}" style="{background}">{text}</td>'
+
+
+def declared(colours: dict[str, tuple[int, int, int]]) -> str:
+    """Colours as variables of CSS."""
+    return " ".join(f"--{name}: {r}, {g}, {b};" for name, (r, g, b) in colours.items())
+
+
+def text_colour(scheme: str, colour: str, share: float) -> str:
+    """What can be read on the paper with that share of a colour over it: black or white."""
+    paper, over = COLOURS[scheme]["paper"], COLOURS[scheme][colour]
+    ground = [share * o + (1 - share) * p for o, p in zip(over, paper, strict=True)]
+    above_black, below_white = luminance(ground) + 0.05, 1.05
+    return "black" if above_black / 0.05 >= below_white / above_black else "white"
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """Relative luminance, 0 to 1, of red, green and blue of 0 to 255 (WCAG 2.2)."""
+    parts = [part / 255 for part in colour]
+    r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
 def lens_section(rows: list[LensRow]) -> str:

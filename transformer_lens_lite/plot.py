@@ -17,17 +17,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLUE, VERMILION = "0, 114, 178", "213, 94, 0"
-INK = "#7f8790"  # legible on white and on black
+INK = "#767e87"  # 4 : 1 on white and on a dark page; one colour cannot have more on both
 CLEAR = "rgba(0, 0, 0, 0)"
 SEQUENTIAL = [[0.0, f"rgba({BLUE}, 0.04)"], [1.0, f"rgba({BLUE}, 1)"]]
-# cells with text in them have a ground of their own, which the text's colour is chosen for
-UNDER_TEXT = [[0.0, "rgb(238, 244, 249)"], [1.0, f"rgb({BLUE})"]]
+# Cells with text in them have a ground of their own, on light pages and on dark ones, whose deepest
+# blue still lets black be read.
+UNDER_TEXT = [[0.0, "rgb(240, 245, 250)"], [1.0, "rgb(70, 158, 214)"]]
+ON_CELLS = "#000000"
 DIVERGING = [
     [0.0, f"rgba({VERMILION}, 1)"],
     [0.5, "rgba(128, 128, 128, 0.06)"],
     [1.0, f"rgba({BLUE}, 1)"],
 ]
-VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
+LINE_ENDS = str.maketrans({"\n": "⏎", "\t": "⇥"})
+VISIBLE = {**LINE_ENDS, ord(" "): "·"}
 
 
 def attention(
@@ -64,8 +67,9 @@ def attention(
         for head, name in enumerate(names)
     ]  # fmt: skip
     figure = figure_of(traces, title or (names[0] if len(names) == 1 else None))
-    label_axis(figure.update_xaxes, tokens, "looked at")
-    label_axis(figure.update_yaxes, tokens, "looking", autorange="reversed")
+    shown_tokens = [visible(token) for token in tokens]
+    label_axis(figure.update_xaxes, shown_tokens, "looked at")
+    label_axis(figure.update_yaxes, shown_tokens, "looking", autorange="reversed")
     if len(names) > 1:
         buttons = [
             {"label": name, "method": "restyle", "args": ["visible", shown(head, len(names))]}
@@ -106,13 +110,13 @@ def logit_lens(
     firsts = [[words[int(i)] for i in of_depth] for of_depth in best.indices[..., 0]]
     trace = heat_map(
         best.values[..., 0].cpu(), UNDER_TEXT, zmin=0.0, zmax=1.0, text=firsts,
-        texttemplate="%{text}", textfont={"size": 11}, customdata=hover,
+        texttemplate="%{text}", textfont={"size": 11, "color": ON_CELLS}, customdata=hover,
         hovertemplate="%{y}, after %{x}<br>%{customdata}<extra></extra>",
     )  # fmt: skip
     figure = figure_of([trace], title or "Logit lens")
     labels = [str(i) for i in range(logits.shape[1])]
     if tokens is not None:
-        labels = [text_of(model, int(token)) for token in tokens]
+        labels = [visible(text_of(model, int(token))) for token in tokens]
     label_axis(figure.update_xaxes, labels, "after")
     label_axis(figure.update_yaxes, depths, "the stream entering")
     return figure
@@ -152,7 +156,7 @@ def patching(
             raise ValueError(f"{what} has {len(given)} labels for {n}")
     _, subplots = plotly()
     figure = subplots.make_subplots(
-        cols=n_sweeps, subplot_titles=[visible(name) for name in names], shared_yaxes=True
+        cols=n_sweeps, subplot_titles=[labelled(name) for name in names], shared_yaxes=True
     )
     reach = float((values - baseline).abs().nan_to_num(0.0).max()) or 1.0
     for place in range(n_sweeps):
@@ -163,8 +167,8 @@ def patching(
         )  # fmt: skip
         figure.add_trace(trace, row=1, col=place + 1)
     finish(figure, title)
-    label_axis(figure.update_xaxes, columns)
-    label_axis(figure.update_yaxes, rows)
+    label_axis(figure.update_xaxes, [labelled(column) for column in columns])
+    label_axis(figure.update_yaxes, [labelled(row) for row in rows])
     figure.update_yaxes(title_text=kind or None, col=1)
     return figure
 
@@ -184,17 +188,18 @@ def attribution(
     if top is not None:
         chosen = flat.abs().topk(min(top, len(flat))).indices.tolist()
     shown_values = [float(flat[i]) for i in chosen]
+    shown_labels = [labelled(labels[i]) for i in chosen]
     objects, _ = plotly()
     bars = objects.Bar(
         x=shown_values,
         y=list(range(len(shown_values))),
         orientation="h",
         marker_color=[f"rgb({BLUE if value >= 0 else VERMILION})" for value in shown_values],
-        customdata=[visible(labels[i]) for i in chosen],
+        customdata=shown_labels,
         hovertemplate="%{customdata}: %{x:.4g}<extra></extra>",
     )
     figure = figure_of([bars], title)
-    label_axis(figure.update_yaxes, [labels[i] for i in chosen], autorange="reversed")
+    label_axis(figure.update_yaxes, shown_labels, autorange="reversed")
     figure.update_xaxes(zeroline=True, zerolinecolor=INK)
     return figure
 
@@ -303,8 +308,8 @@ def finish(figure: Any, title: str | None) -> Any:
 
 
 def label_axis(update: Any, labels: Sequence[str], title: str | None = None, **how: Any) -> None:
-    """Ticks at whole numbers, with these labels."""
-    ticks = {"tickvals": list(range(len(labels))), "ticktext": [visible(each) for each in labels]}
+    """Ticks at whole numbers, with these labels, whose markup is plotly's."""
+    ticks = {"tickvals": list(range(len(labels))), "ticktext": list(labels)}
     update(tickmode="array", title_text=title, **ticks, **how)
 
 
@@ -327,5 +332,15 @@ def escaped(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A label whose spaces and line ends can be seen."""
+    """A token whose spaces and line ends can be seen."""
     return escaped(str(text).translate(VISIBLE))
+
+
+def labelled(text: str) -> str:
+    """A label that may be a token or words: spaces at its ends can be seen, those between words
+    stay."""
+    words = str(text).strip(" ")
+    if not words:
+        return visible(text)
+    before, _, after = str(text).partition(words)
+    return visible(before) + escaped(words.translate(LINE_ENDS)) + visible(after)
