@@ -65,6 +65,11 @@ def test_classic_modules_have_their_names(module: str, name: str, installed: Non
     assert name in theirs.__all__
 
 
+def test_classic_modules_lie_somewhere(installed: None) -> None:
+    for name in ("transformer_lens", "transformer_lens.utils"):
+        assert Path(importlib.import_module(name).__file__ or "").is_file()
+
+
 @pytest.mark.parametrize("name", sorted(HOME))
 def test_every_classic_name_is_in_the_package(name: str) -> None:
     assert getattr(transformer_lens_lite, name) is not None or name == "USE_DEFAULT_VALUE"

@@ -4,11 +4,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import native
 import pytest
 import torch
 
-from transformer_lens_lite import HookedTransformer, KeyValueCache
+from transformer_lens_lite import CaptureSpec, HookedTransformer, KeyValueCache
 from transformer_lens_lite.generate import ids_of, is_list_of
 from transformer_lens_lite.loading import open_checkpoint
 from transformer_lens_lite.root_module import checked_pairs
@@ -270,3 +271,48 @@ def test_a_model_without_layers_generates_and_keeps_nothing() -> None:
     cache = KeyValueCache.init_cache(model.cfg, "cpu", 2)
     with pytest.raises(ValueError, match="without layers"):
         model(native.tokens(2, 4), past_kv_cache=cache)
+
+
+def test_the_usual_mistakes_are_answered_with_what_helps() -> None:
+    jaxtyping.config.update("jaxtyping_disable", True)  # users have no run-time check of types
+    model = HookedTransformer.from_pretrained("tiny-lens", device="cpu")
+    _, cache = model.run_with_cache("Mary and John")
+
+    def get(key: Any) -> Any:
+        return cache[key]
+
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda: model.run_with_cache("a", names_filter="patern"), KeyError, "mean 'pattern'"),
+        (lambda: get("pattern"), KeyError, r"give a layer, such as cache\['pattern', 0\]"),
+        (lambda: get(("pattern", 3)), KeyError, "3 layers, 0 to 2"),
+        (
+            lambda: model.to_single_token("Mary went"),
+            AssertionError,
+            r"Mary went is not .*'Mary', ' w",
+        ),
+        (lambda: model.to_single_token(5), TypeError, "named by its text, got 5"),
+        (lambda: model([1, 2, 3]), TypeError, r"got list: make it one by torch.tensor"),
+        (lambda: model(model.tokenizer("Mary")), TypeError, "pass its .input_ids"),
+        (lambda: HookedTransformer.from_pretrained("tiny_lens"), FileNotFoundError, "'tiny-lens'"),
+        (
+            lambda: HookedTransformer.from_pretrained("tiny-lens", device="gpu"),
+            ValueError,
+            "^device='gpu' is not a device",
+        ),
+    ]
+    for mistake, error, message in mistakes:
+        with pytest.raises(error, match=message):
+            mistake()
+    with pytest.raises(TypeError) as raised:
+        model.generate("Mary", seed=0)
+    assert "'self'" not in str(raised.value)
+    with pytest.warns(UserWarning, match="nothing was captured.*'decode'"):
+        model.run_with_cache("Mary", names_filter=CaptureSpec("resid_post", steps="decode"))
+
+
+def test_print_details_may_come_second(capsys: pytest.CaptureFixture[str]) -> None:
+    model = native.build()
+    assert model.to("cpu", False) is model
+    assert not capsys.readouterr().out
+    model.to(torch.float64, True)
+    assert "torch.float64" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from os import PathLike
@@ -268,6 +269,13 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
             return (
                 f"{message}: the model has that hook point, but it was not captured or did not fire"
             )
+        layers = [n for n in self.cache_dict if layer_of(n) is not None and inside(n) == name]
+        if layers:  # as get_act_name makes it of a name without a layer
+            short = name.rpartition(".")[2].removeprefix("hook_")
+            return f"{message}: give a layer, such as cache[{short!r}, {layer_of(layers[0])}]"
+        n, number = self._n_layers, re.match(r"blocks\.(\d+)\.", name)
+        if n is not None and number is not None and int(number[1]) >= n:
+            return f"{message}: the model has {n} layers, 0 to {n - 1}"
         if name.endswith("hook_resid_mid"):
             message += " (parallel and attention-only blocks have no resid_mid)"
         return f"{message}.{closest(name, self.cache_dict)}"

@@ -116,10 +116,10 @@ class CaptureSpec:
         """Whether it would keep the point or module of this name."""
         return name in self.resolve(model)
 
-    def nbytes(self, model: Any, batch: int, pos: int) -> int:
-        """Bytes it would keep of one forward over `batch` texts of `pos` columns: measured on two
-        columns."""
-        return bytes_of(self, measured_sizes(model, self), batch, 0, pos, pos)
+    def nbytes(self, model: Any, batch: int, pos: int, new: int = 0) -> int:
+        """Bytes it would keep of one forward over `batch` texts of `pos` columns, and of a
+        generation that adds `new` ones to them: measured on two columns."""
+        return bytes_of(self, measured_sizes(model, self), batch, 0, pos, pos + new)
 
 
 # --- what was kept --------------------------------------------------------------------------------
@@ -662,7 +662,8 @@ class Recorder:
     def warn_if_empty(self) -> None:
         """A UserWarning when there was something to listen to and nothing of it was asked for."""
         forwards = [forward for run in self.runs for forward in run.forwards]
-        if forwards and not any(forward.n_kept for forward in forwards):
+        had_columns = any(forward.stop > forward.start for forward in forwards)
+        if had_columns and not any(forward.n_kept for forward in forwards):
             warnings.warn(
                 f"nothing was captured: no forward had the steps={self.spec.steps!r} and "
                 f"pos_slice={self.spec.pos_slice!r} that were asked for",

@@ -127,6 +127,14 @@ def fields_needing(field: str) -> tuple[str, ...]:
 # --- one field at a time --------------------------------------------------------------------------
 
 
+def check_device(device: Any) -> None:
+    """ValueError for what torch knows no device by."""
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; 'cpu' or 'cuda:0' is") from None
+
+
 def check_values(cfg: "HookedTransformerConfig") -> None:
     """Types, ranges and choices. Numpy's integers become Python's."""
     for name, field in cfg.__dataclass_fields__.items():
@@ -146,10 +154,7 @@ def check_values(cfg: "HookedTransformerConfig") -> None:
         if value not in allowed:
             hint = closest(str(value), map(str, allowed))
             raise ValueError(f"{name}={value!r} is not one of {list(allowed)}.{hint}")
-    try:
-        torch.device(cfg.device)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={cfg.device!r} is not a device; 'cpu' or 'cuda:0' is") from None
+    check_device(cfg.device)
     _check_per_layer(cfg, "attn_types", ("global", "local"))
     _check_per_layer(cfg, "rotary_layers", (True, False))
     _check_per_layer(cfg, "expert_layers", (True, False))

@@ -32,6 +32,7 @@ from transformer_lens_lite.checkpoint_files import (
     read_json,
 )
 from transformer_lens_lite.config import HookedTransformerConfig, default_device, parse_dtype
+from transformer_lens_lite.config_checks import check_device
 from transformer_lens_lite.hub import Hub
 from transformer_lens_lite.initialisation import parameters_come_later
 from transformer_lens_lite.model_names import BOXED, hub_name
@@ -259,6 +260,8 @@ def load_pretrained(
         FileNotFoundError: no such model, or a file of it is missing.
         ValueError: a checkpoint or config that is damaged, unsupported, or not wholly understood.
     """
+    if device is not None:
+        check_device(device)
     model_name = on_the_hub(model_name)
     checkpoint = open_checkpoint(model_name, hf_model, hf_config, hub)
     _refuse_foreign_code(checkpoint)

@@ -512,7 +512,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         if not isinstance(tokens, Tensor):
             raise TypeError(
                 "input must be a text, a list of texts or a tensor of ids, got "
-                f"{type(tokens).__name__}"
+                f"{type(tokens).__name__}{how_to_make_ids(tokens)}"
             )
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise ValueError(
@@ -701,6 +701,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         return out, cache if return_cache_object else cache.cache_dict
 
     def _cache_of(self, recorder: Recorder) -> ActivationCache:
+        recorder.warn_if_empty()
         return ActivationCache.of_one_run(recorder)
 
     @contextmanager
@@ -829,7 +830,11 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         self.setup()
 
     def to(self, *args: Any, print_details: bool = False, **kwargs: Any) -> "HookedTransformer":
-        """Move or convert the model in place, as nn.Module.to; `cfg` follows."""
+        """Move or convert the model in place, as nn.Module.to; `cfg` follows. `print_details` may
+        come second, as in classic code."""
+        where, *rest = args or (None,)
+        if len(rest) == 1 and isinstance(rest[0], bool) and not isinstance(where, Tensor):
+            args, print_details = (where,), rest[0]
         super().to(*args, **kwargs)
         if print_details:
             print(f"The model is on {self.cfg.device}, in {self.cfg.dtype}")
@@ -855,6 +860,14 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
     def mps(self) -> "HookedTransformer":
         """Move to Apple's GPU."""
         return self.to("mps")
+
+
+def how_to_make_ids(given: Any) -> str:
+    """The tail of an error: what to write instead of something that is nearly ids."""
+    if hasattr(given, "input_ids"):  # what a tokenizer of transformers returns
+        return ": pass its .input_ids, made with return_tensors='pt'"
+    is_nearly = isinstance(given, list | tuple) or hasattr(given, "__array__")
+    return ": make it one by torch.tensor(…)" if is_nearly else ""
 
 
 def step_of(

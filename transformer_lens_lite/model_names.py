@@ -46,9 +46,10 @@ def hub_name(name: str) -> str:
 
 
 def nearest_names(name: str) -> str:
-    """ " Did you mean …?" with classic names, for one that is none; nothing where none is near."""
+    """ " Did you mean …?" with classic names and the models in the box, for one that is none;
+    nothing where none is near."""
     name = name.lower()  # a misspelling, and no other name of the hub
-    return "" if name in _OFFICIAL else closest(name, _OFFICIAL, cutoff=0.8)
+    return "" if name in _OFFICIAL else closest(name, [*BOXED, *_OFFICIAL], cutoff=0.8)
 
 
 def get_checkpoint_labels(model_name: str, **kwargs: Any) -> tuple[list[int], str]:

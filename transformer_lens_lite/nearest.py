@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def names_the_nearest(function: Function) -> Function:
     """The TypeError for an unknown keyword argument says which known one comes closest."""
-    known = inspect.signature(function).parameters
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -107,9 +107,10 @@ class HookedRootModule(Component):
                 return meant
             ending = [name for name in self.hook_dict if name.endswith(f".{names_filter}")]
             hint = f" Did you mean {ending[0]!r}?" if ending else ""
+            last_parts = {name.rpartition(".")[2].removeprefix("hook_") for name in self.hook_dict}
             raise UnknownHookError(
                 f"no hook point is called {names_filter!r}."
-                f"{hint or closest(names_filter, self.hook_dict)}"
+                f"{hint or closest(names_filter, {**self.hook_dict, **dict.fromkeys(last_parts)})}"
             )
         if isinstance(names_filter, nn.Module):
             name = str(getattr(names_filter, "name", ""))

@@ -557,6 +557,8 @@ class Tokens:
         " word" finds the token of a word in the middle of a text under every tokenizer, those
         that put a space in front of the text by themselves included.
         """
+        if not isinstance(string, str):
+            raise TypeError(f"a single token is named by its text, got {string!r}")
         ids = self._bare(string)
         if len(ids) == 1:
             return ids[0]
@@ -564,7 +566,8 @@ class Tokens:
             ids = self._bare(string[1:])
             if len(ids) == 1 and self._piece_after_text(ids[0]) == string:
                 return ids[0]
-        raise AssertionError(f"Input string: {string} is not a single token!")
+        pieces = [self._decode([each]) for each in self._bare(string)]
+        raise AssertionError(f"Input string: {string} is not a single token! It is {pieces}")
 
     def to_single_str_token(self, int_token: Any) -> str:
         """The text of one token id. Raises ValueError for several, TypeError for no integer."""

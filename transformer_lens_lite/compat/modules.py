@@ -45,6 +45,7 @@ class ClassicModule(ModuleType):
     def __init__(self, name: str, offered: str, whole: str | None = None) -> None:
         super().__init__(name, f"{name}, as far as {PACKAGE} offers it.")
         self.__path__: list[str] = []
+        self.__file__ = __file__  # clients look for the folder a package lies in
         self.__package__ = name
         self.__loader__ = LOADER
         self.__spec__ = ModuleSpec(name, LOADER, is_package=True)
