@@ -34,10 +34,11 @@ class TransformerLensFinder:
         if root != ROOT:
             return None
         if name and name not in MODULES:
-            raise NotOfferedError(
-                f"{fullname} is not offered by {PACKAGE}, which stands for {ROOT} here."
-                f"{hint(name, MODULES)}"
-            )
+            reason, why = hint(name, MODULES), " is not offered: "
+            here = f"{PACKAGE} stands for {ROOT} here"
+            if why in reason:
+                raise NotOfferedError(f"{fullname}{why}{reason.partition(why)[2]} ({here})")
+            raise NotOfferedError(f"there is no {fullname}: {here}.{reason}")
         return ModuleSpec(fullname, LOADER, is_package=True)
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
