@@ -101,8 +101,8 @@ plot.patching(
 
 # %% [markdown]
 # *The picture: two rows of five cells. The upper one, for the tea direction, turns from nearly
-# white to full blue as the strength grows; the lower one, for the random direction, stays as pale
-# as it began.*
+# blank to full blue as the strength grows; the lower one, for the random direction, starts as pale
+# and is paler still at the end.*
 #
 # Without steering a tenth of the people like tea, and that is true. At strength 1 more than half
 # do, at strength 2 all forty. The random direction makes nobody a tea drinker.
