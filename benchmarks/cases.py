@@ -72,7 +72,7 @@ def generate() -> Iterator[Row]:
 
 def generate_ragged() -> Iterator[Row]:
     """Greedy generation of a batch of 8 prompts of 8 to 64 tokens, padded on the left, 48 new."""
-    for shape, pairs, reach in (("gpt2-small", 5, "1.11"), ("toy", 15, "0.50")):
+    for shape, pairs, reach in (("gpt2-small", 5, "1.11"), ("toy", 31, "0.50")):
         hf_model = hugging_face(shape)
         model = ours_from(hf_model)
         tokens, mask = prompt(shape, 8, 64), torch.ones(8, 64, dtype=torch.long)
