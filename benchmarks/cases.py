@@ -56,7 +56,7 @@ def cached_run() -> Iterator[Row]:
 
 def generate() -> Iterator[Row]:
     """Greedy generation, 64 tokens of prompt and 48 new ones."""
-    for shape, pairs, reach in (("gpt2-small", 5, "0.95"), ("toy", 15, "0.40")):
+    for shape, pairs, reach in (("gpt2-small", 5, "0.95"), ("toy", 31, "0.40")):
         hf_model = hugging_face(shape)
         model = ours_from(hf_model)
         tokens = prompt(shape, 1, 64)
