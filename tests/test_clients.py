@@ -20,7 +20,8 @@ from transformer_lens_lite.cache.key_value_cache import TransformerLensKeyValueC
 from transformer_lens_lite.components import MLP, AbstractAttention, CanBeUsedAsMLP
 from transformer_lens_lite.hook_points import HookedRootModule, HookPoint
 from transformer_lens_lite.past_key_value_caching import HookedTransformerKeyValueCache
-from transformer_lens_lite.patching import get_act_patch_resid_pre
+from transformer_lens_lite.patching import get_act_patch_attn_out, get_act_patch_resid_pre
+from transformer_lens_lite.prefixes import PrefixCache
 
 TOKENS = native.tokens()
 
@@ -82,6 +83,51 @@ def test_a_hook_point_with_a_forward_of_its_own_computes() -> None:
     torch.testing.assert_close(copy.deepcopy(other)(TOKENS), expected)
 
 
+def test_every_way_to_a_forward_of_its_own_is_seen() -> None:
+    class Mixin:
+        def forward(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    class Mixed(Mixin, HookPoint):
+        pass
+
+    class Named(HookPoint):
+        def colour(self) -> str:
+            return "red"
+
+    x = torch.ones(2, 3)
+    assert torch.equal(Mixed()(x), x / 2)
+    point = Named()
+    assert point(x) is x
+    point.forward = lambda x: x / 2
+    assert torch.equal(point(x), x / 2)
+    assert point.colour() == "red"
+    assert isinstance(point, Named)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_torchs_own_hooks_of_a_point_are_called_until_they_are_gone(register: str) -> None:
+    point, called = HookPoint(), []
+    x = torch.ones(2, requires_grad=True)
+    handle = getattr(point, register)(lambda *args: called.append(1))
+    assert point.listened
+    (2 * point(2 * x)).sum().backward()
+    assert called == [1]
+    handle.remove()
+    assert not point.listened
+    (2 * point(2 * x)).sum().backward()
+    assert called == [1]
+    assert HookPoint()(x) is x
+
+
 def test_torchs_own_backward_hook_of_a_point_is_called() -> None:
     model, seen = native.build(), []
     point = model.hook_dict["blocks.0.hook_resid_post"]
@@ -113,6 +159,9 @@ def test_a_model_inside_another_works_by_its_own_names() -> None:
     assert all(torch.equal(cache[name], expected[name]) for name in cache)
     _, whole = outer.run_with_cache(TOKENS)
     assert list(whole) == [f"model.{name}" for name in expected]
+    point = outer.model.hook_dict["blocks.0.hook_resid_post"]
+    assert point.name == "model.blocks.0.hook_resid_post"
+    assert cache[point.name] is cache["blocks.0.hook_resid_post"]
     got = get_act_patch_resid_pre(outer.model, TOKENS.flip(1), cache, lambda logits: logits.sum())
     want = get_act_patch_resid_pre(plain, TOKENS.flip(1), expected, lambda logits: logits.sum())
     torch.testing.assert_close(got, want)
@@ -156,6 +205,111 @@ def test_a_forward_of_ones_own_is_what_generate_calls() -> None:
     plain.forward = noted  # type: ignore[method-assign]
     assert torch.equal(plain.generate(TOKENS, 3, stop_at_eos=False, **how), expected)
     assert shapes == [tuple(TOKENS.shape), (len(TOKENS), 1), (len(TOKENS), 1)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_forward_of_ones_own_is_a_step_of_its_generation(cached: bool) -> None:
+    plain = native.build("rotary")
+    own = Counting(plain.cfg)
+    own.load_state_dict(plain.state_dict())
+    how: dict[str, Any] = {"do_sample": False, "verbose": False, "stop_at_eos": False}
+    how |= {"use_past_kv_cache": cached, "max_new_tokens": 3}
+    seen: list[tuple[int, int]] = []
+
+    def note(value: Tensor, hook: Any) -> None:
+        seen.append((hook.step.step, hook.step.expected_stop))
+
+    with own.hooks([("hook_embed", note)], when="decode"):
+        out, cache = own.generate(TOKENS, return_cache="resid_post", **how)
+    n = TOKENS.shape[1]
+    assert seen == [(1, n + 3), (2, n + 3), (3, n + 3)]
+    _, expected = plain.run_with_cache(out, names_filter="resid_post")
+    assert cache["resid_post", 1].shape == expected["resid_post", 1].shape
+    torch.testing.assert_close(cache["resid_post", 1], expected["resid_post", 1])
+    with pytest.raises(ValueError, match="a prompt of embeddings, and a forward of one's own"):
+        own.generate(plain(TOKENS, stop_at_layer=0), **how)
+
+
+@torch.no_grad()
+def test_sweeps_run_a_forward_of_ones_own() -> None:
+    class Negating(HookedTransformer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            return out if kwargs.get("stop_at_layer") is not None else -out
+
+    plain = native.build("rotary")
+    own = Negating(plain.cfg)
+    own.load_state_dict(plain.state_dict())
+    _, cache = plain.run_with_cache(TOKENS.flip(1))
+    got = get_act_patch_resid_pre(own, TOKENS, cache, lambda logits: logits[:, -1].sum())
+    want = get_act_patch_resid_pre(plain, TOKENS, cache, lambda logits: logits[:, -1].sum())
+    torch.testing.assert_close(got, -want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("as_module", [True, False])
+def test_sweeps_apply_what_stands_before_a_layer_once(as_module: bool) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    def build(hooked: bool) -> HookedTransformer:
+        model = native.build("rotary")
+        if hooked:
+            model.add_hook("blocks.1.hook_resid_pre", doubled)
+        elif as_module:
+            model.blocks[1].hook_resid_pre = Twice()
+            model.setup()
+        else:
+            model.blocks[1].hook_resid_pre.forward = lambda x: 2 * x
+        return model
+
+    _, cache = native.build("rotary").run_with_cache(TOKENS.flip(1))
+    got, want = (
+        get_act_patch_attn_out(build(hooked), TOKENS, cache, lambda logits: logits[:, -1].sum())
+        for hooked in (False, True)
+    )
+    torch.testing.assert_close(got, want)
+
+
+@torch.no_grad()
+def test_prefixes_see_that_a_part_was_replaced() -> None:
+    how: dict[str, Any] = {"do_sample": False, "verbose": False, "stop_at_eos": False}
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * self.inner(x)
+
+    def wrap(model: HookedTransformer) -> None:
+        model.blocks[0].mlp = Wrapped(model.blocks[0].mlp)
+        model.setup()
+
+    def assign(model: HookedTransformer) -> None:
+        forward = model.blocks[0].mlp.forward
+        model.blocks[0].mlp.forward = lambda x: 3 * forward(x)
+
+    def assign_whole(model: HookedTransformer) -> None:
+        forward = model.forward
+        model.forward = lambda ids, *args, **more: forward((ids + 1) % 20, *args, **more)
+
+    def point(model: HookedTransformer) -> None:
+        model.blocks[0].hook_mlp_out.forward = lambda x: 3 * x
+
+    for change in (wrap, assign, assign_whole, point):
+        model = native.build("rotary")
+        prefixes, prefix = PrefixCache(model, 2**24), model.prefix(TOKENS[:1, :3])
+        prefixes.generate(TOKENS, 2, **how)
+        model(TOKENS[:, 3:], past_kv_cache=prefix)
+        change(model)
+        expected = model.generate(TOKENS, 2, **how)
+        assert torch.equal(prefixes.generate(TOKENS, 2, **how), expected)
+        with pytest.raises(ValueError, match="its weights or parts are others"):
+            model(TOKENS[:, 3:], past_kv_cache=prefix)
 
 
 @torch.no_grad()

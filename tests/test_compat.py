@@ -414,6 +414,12 @@ def test_a_models_own_parts_count_as_classic_ones() -> None:
     assert not isinstance(block.mlp, c.GatedMLP)
     assert isinstance(block.attn, c.Attention)
     assert isinstance(model.ln_final, c.LayerNorm)
+    assert not isinstance(model.ln_final, c.LayerNormPre)  # clients ask whether it was folded
+    model.process_weights_()
+    assert isinstance(model.ln_final, c.LayerNormPre)
+    assert not isinstance(model.ln_final, c.LayerNorm)
+    model = HookedTransformer(cfg)
+    block = model.blocks[0]
     assert not isinstance(model.ln_final, c.RMSNorm)
 
     class Mine(c.MLP):
@@ -433,6 +439,9 @@ def test_a_models_own_parts_count_as_classic_ones() -> None:
     assert isinstance(block.mlp, Mine)
     assert "blocks.0.mlp.hook_pre" in model.hook_dict
     assert not torch.allclose(model(torch.arange(5)[None]), before)
+    half = HookedTransformerConfig(**ALONE, dtype=torch.bfloat16)
+    for part in (c.MLP(half), c.Attention(half), c.LayerNorm(half), Mine(half)):
+        assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
     for wrong, message in (
         (lambda: c.Attention(cfg, "near"), "'global' or 'local'"),
         (lambda: c.GroupedQueryAttention(cfg), "n_key_value_heads"),

@@ -209,6 +209,10 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         if isinstance(key, str):
             if key in values:
                 return key
+            # as its points are called when the model is a part of another module
+            outer = f"{getattr(self._model_or_none(), 'name', None)}."
+            if key.startswith(outer) and key.removeprefix(outer) in values:
+                return key.removeprefix(outer)
             return self._point_names().get(key) or get_act_name(key)
         if not isinstance(key, tuple) or not 1 <= len(key) <= 3:
             raise KeyError(f"a key is a name or (name, layer[, layer_type]), got {key!r}")

@@ -28,7 +28,7 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 CHUNK = 2**16  # elements hashed by one product: they stay in a core's cache
 WITHOUT_CHECK = "Fill it anew, or use cache.unchecked() to go without this check"
 
-WeightsVersion = tuple[tuple[int, Any, int, int], ...]
+WeightsVersion = tuple[tuple[int, Any, int, int] | tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Fingerprint:
             for name in sorted(fields)
             if self.config.get(name) != its.config.get(name)
         ]
-        what = "; ".join(differ) or "its weights are others than this model has now"
+        what = "; ".join(differ) or "its weights or parts are others than this model has now"
         raise ValueError(f"this cache was filled by another model: {what}. {WITHOUT_CHECK}")
 
 
@@ -91,11 +91,16 @@ def forget(model: Any) -> None:
 
 
 def weights_version(model: Any) -> WeightsVersion:
-    """What changes, and costs little to read, when a weight is assigned or edited in place."""
-    version, waiting = [], [model]
+    """What changes, and costs little to read, when a weight is assigned or edited in place, or
+    another module, or a forward of its own, takes the place of a part."""
+    version: list[Any] = []
+    waiting = [model]
     while waiting:  # model.parameters() makes names too, which is most of its time
         module = waiting.pop()
         waiting += [child for child in module._modules.values() if child is not None]
+        own = module.__dict__.get("forward")
+        if own is not None or not is_ours(type(module)):
+            version.append((id(module), id(own)))
         for p in module._parameters.values():
             if p is not None:
                 # the memory by a reference, which dies with it: addresses are given out again
@@ -117,7 +122,28 @@ def weights_digest(model: Any) -> str:
         f"{name} {list(p.shape)} {p.dtype} {total}"
         for (name, p), total in zip(parameters, sums, strict=True)
     ]
+    parts += foreign_parts(model)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class of modules is of this library, or of torch."""
+    return kind.__module__.startswith(("transformer_lens_lite.", "torch."))
+
+
+def foreign_parts(model: Any) -> list[str]:
+    """What computes in a model beside its own parts: modules of other classes, and functions in
+    place of a `forward`, by where they are defined."""
+    parts = []
+    for name, module in model.named_modules():
+        kind, own = type(module), module.__dict__.get("forward")
+        if not is_ours(kind):
+            parts.append(f"{name} is {kind.__module__}.{kind.__qualname__}")
+        if own is not None:
+            code = getattr(own, "__code__", None)
+            line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+            parts.append(f"{name} runs {getattr(own, '__qualname__', type(own))} {line}")
+    return parts
 
 
 @torch.no_grad()

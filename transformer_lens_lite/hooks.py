@@ -362,10 +362,11 @@ class HookPoint(Component):
 
     name: str | None
     computes = False  # whether a subclass, or an attribute, has a forward of its own
+    by_torch = False  # whether torch's own methods have ever attached something
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "forward" in cls.__dict__:
+        if cls.forward is not HookPoint.forward:
             cls.computes = True
             cls.__call__ = cls.__dict__.get("__call__", HookPoint._visit)  # type: ignore[method-assign]
             cls.listened = property(lambda self: True)  # type: ignore[assignment]
@@ -393,31 +394,52 @@ class HookPoint(Component):
         return step
 
     def __call__(self, x: Tensor) -> Tensor:
-        if (
-            self.fwd_hooks
-            or self.bwd_hooks
-            or self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-        ):
+        if self.fwd_hooks or self.bwd_hooks or self.by_torch:
             return self._visit(x)
         return x
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and not self.computes:
-            self.__class__ = ComputingHookPoint
+            kind = type(self)
+            is_plain = kind is HookPoint  # whose copies and pickles should find their class
+            own = {"forward": lambda self, x: x}  # the attribute goes before it
+            self.__class__ = ComputingHookPoint if is_plain else type(kind.__name__, (kind,), own)
         super().__setattr__(name, value)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own: idle points do not look for those."""
+        self.by_torch = True
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own."""
+        self.by_torch = True
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own."""
+        self.by_torch = True
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own."""
+        self.by_torch = True
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    @property
+    def has_torchs_hooks(self) -> bool:
+        """Whether something that torch's own methods have attached is still there."""
+        return self.by_torch and bool(
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+        )
 
     @property
     def listened(self) -> bool:
         """Whether anybody would see the value: what selects the slow path."""
-        return bool(
-            self.fwd_hooks
-            or self.bwd_hooks
-            or self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-        )
+        return bool(self.fwd_hooks or self.bwd_hooks or self.has_torchs_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
         """The identity; reached only through hooks registered with torch's own methods. A subclass
@@ -425,7 +447,7 @@ class HookPoint(Component):
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self.computes or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+        if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
         for handle in tuple(self.fwd_hooks):
             x = handle.run(x, self)

@@ -6,6 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,6 +71,10 @@ class Output(NamedTuple):
 
     logits: Tensor
     loss: Tensor
+
+
+# (model, generation) while a forward that stands in place of ours is to make a step
+_generation: ContextVar[tuple[Any, Any]] = ContextVar("generation", default=(None, None))
 
 
 class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, CheckpointMethods):
@@ -227,7 +232,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         wants_loss = return_type in ("loss", "both") and stop_at_layer is None
         if wants_loss and context.n_new < 2 and not loss_per_token:
             raise ValueError("a loss needs at least two positions: one predicts the other")
-        with running(partial(step_of, context, tokens)):
+        with running(partial(step_of, context, tokens, self._generation_at_work())):
             if residual is None:
                 assert tokens is not None
                 residual = self._embedded(tokens, context)
@@ -260,10 +265,19 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         """
         is_ids = not start.is_floating_point()
         if is_ids and self._is_replaced("forward"):
-            given: dict[str, Any] = {"past_kv_cache": past_kv_cache}
+            given: dict[str, Any] = {"return_type": "logits", "past_kv_cache": past_kv_cache}
             given |= {} if attention_mask is None else {"attention_mask": attention_mask}
-            logits: Any = self.forward(start, **given)
+            before = _generation.set((self, generation))
+            try:
+                logits: Any = self.forward(start, **given)
+            finally:
+                _generation.reset(before)
             return logits[:, -1]
+        if self._is_replaced("forward"):
+            raise ValueError(
+                "a prompt of embeddings, and a forward of one's own: it takes ids or a stream "
+                "(start_at_layer=0), and no embeddings"
+            )
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
         with running(partial(step_of, context, start if is_ids else None, generation)):
@@ -275,6 +289,17 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             if residual.shape[1] > 1 and not self._output_is_listened():
                 residual = residual[:, -1:]
             return self.logits_of(self.ln_final(residual))[:, -1]
+
+    def _generation_at_work(self) -> Any:
+        """The generation whose step a forward of one's own was called for. It is that of the first
+        forward of this model alone: others in the same step are runs of their own."""
+        if torch.compiler.is_compiling():  # a compiled graph reads no context variables
+            return None
+        model, generation = _generation.get()
+        if model is not self:
+            return None
+        _generation.set((None, None))
+        return generation
 
     def _is_replaced(self, method: str) -> bool:
         """Whether a subclass, or an attribute of this very model, stands in place of a method."""

@@ -93,7 +93,13 @@ class PatchEngine:
         model.resolve_names(wanted)  # raises
         _, self.tokens, _, self.mask = model.input_to_embed(tokens, attention_mask=attention_mask)
         self.batch, self.n_pos = self.tokens.shape
-        self.reuses_nothing = model.edits_are_live()
+        # a forward of one's own may do anything with what the layers give it; what stands where
+        # the stream enters a layer would act again on a stream that was taken behind it
+        self.reuses_nothing = (
+            model.edits_are_live()
+            or model._is_replaced("forward")
+            or any(getattr(b.hook_resid_pre, "computes", True) for b in model.blocks)
+        )
         streams = [f"blocks.{layer}.hook_resid_pre" for layer in range(self.n_layers)]
         inside = [name for name in wanted if self.model.stage(name) < self.n_layers]
         behind = [name for name in wanted if self.model.stage(name) == self.n_layers]
@@ -126,7 +132,13 @@ class PatchEngine:
     @property
     def base_logits(self) -> Tensor:
         """Of the base run, [batch, pos, d_vocab_out], made when somebody reads them."""
-        return LazyLogits(self._of_base, 0)
+        return self._whole_base.clone() if self.reuses_nothing else LazyLogits(self._of_base, 0)
+
+    @cached_property
+    @torch.no_grad()
+    def _whole_base(self) -> Tensor:
+        logits: Tensor = self.model(self.tokens, attention_mask=self.mask)
+        return logits
 
     # -- running --
 

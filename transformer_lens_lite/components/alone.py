@@ -20,19 +20,33 @@ from transformer_lens_lite.specs import AttentionSpec, BlockSpec, MLPSpec, MoESp
 Config = HookedTransformerConfig | dict[str, Any]
 
 
+# kinds that share code and are not each other's
+BUT_NOT: dict[str, type] = {
+    "Attention": attention.GroupedQueryAttention,
+    "LayerNormPre": norm.LayerNorm,
+    "MLP": mlp.GatedMLP,
+    "RMSNormPre": norm.RMSNorm,
+}
+
+
 class BuiltAlone(type):
     """A class that only differs from its base in how it is made: instances of the base are its
-    own."""
+    own. What is made has the config's dtype and is on its device."""
+
+    def __call__(cls, cfg: Config, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(cfg, *args, **kwargs)
+        whole = unwrap(cfg)
+        return made.to(device=whole.device, dtype=whole.dtype)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if cls.is_from_here:
-            return isinstance(instance, cls.__bases__[0])
-        return type.__instancecheck__(cls, instance)
+        return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, other: type) -> bool:
-        if cls.is_from_here:
-            return issubclass(other, cls.__bases__[0])
-        return type.__subclasscheck__(cls, other)
+        if not cls.is_from_here:
+            return type.__subclasscheck__(cls, other)
+        another = BUT_NOT.get(cls.__name__)
+        is_another = another is not None and issubclass(other, another)
+        return issubclass(other, cls.__bases__[0]) and not is_another
 
     @property
     def is_from_here(cls) -> bool:
@@ -69,10 +83,9 @@ def mlp_of(cfg: Config, gated: bool) -> tuple[HookedTransformerConfig, MLPSpec]:
     """The config, and the spec of its plain or gated MLP."""
     twin = unwrap(cfg).copied()
     twin.gated_mlp, twin.num_experts, twin.experts_per_token = gated, None, None
-    twin.expert_layers = None
+    twin.expert_layers, twin.attn_only = None, False
     spec = twin.block_specs()[0].mlp
-    if not isinstance(spec, MLPSpec):
-        raise ValueError("this config has no MLP: attn_only is set")
+    assert isinstance(spec, MLPSpec)  # without experts
     return unwrap(cfg), spec
 
 
