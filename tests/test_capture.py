@@ -1095,6 +1095,18 @@ def test_D4_a_row_behind_a_padded_prefix_has_no_keys_of_padding(first: int, tmp_
                 assert view.step(step)["pattern", 0].shape == single.step(step)["pattern", 0].shape
 
 
+def test_A6_a_captured_module_answers_to_hugging_faces_path_of_it() -> None:
+    model = HookedTransformer.from_pretrained("tiny-lens", device="cpu")
+    _, whole = model.run_with_cache("Mary and John")
+    _, cache = model.run_with_cache("Mary and John", names_filter=CaptureSpec(["blocks.1.mlp"]))
+    paths = [p for p, n in model.outputs_by_module().items() if n == "blocks.1.hook_mlp_out"]
+    assert len(paths) > 1
+    for path in paths:
+        torch.testing.assert_close(cache[path], whole["mlp_out", 1], **CLOSE)
+    with pytest.raises(KeyError):
+        cache["blocks.2.mlp"]
+
+
 def test_D6_a_pickled_cache_is_its_values() -> None:
     model = loud.build("standard", d_model=32, d_head=8, d_mlp=128)  # the toy of the specification
     _, cache = generated(model, loud.tokens(1, P))

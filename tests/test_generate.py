@@ -154,6 +154,13 @@ def test_ids_are_padded_where_the_argument_says(tokenizer: Any) -> None:
     assert torch.equal(streamed[-1][:, -4:], expected.sequences[:, -4:])
 
 
+def test_ids_that_end_in_padding_are_refused() -> None:
+    model = build("standard", with_own_pad())
+    ids = model.to_tokens(["Hello world", "The cat sat on the mat"], padding_side="right")
+    with pytest.raises(ValueError, match=r"row\(s\) \[0\] end in padding"):
+        model.generate(ids, 3, **GREEDY)
+
+
 def test_prompts_that_end_in_padding_are_refused() -> None:
     model = build()
     _, ids, mask = loud.ragged([3, 7], side="right")

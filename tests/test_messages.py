@@ -303,6 +303,20 @@ def test_the_usual_mistakes_are_answered_with_what_helps() -> None:
     for mistake, error, message in mistakes:
         with pytest.raises(error, match=message):
             mistake()
+    misspelt: list[tuple[Any, str]] = [
+        (
+            lambda: model.run_with_cache("Mary", name_filter="z"),
+            r"run_with_cache\(\).*names_filter",
+        ),
+        (lambda: model.run_with_cache("Mary", retrun_type="loss"), "'return_type'"),
+        (lambda: model.run_with_hooks("Mary", fwd_hook=[]), r"run_with_hooks\(\).*'fwd_hooks'"),
+        (lambda: model.hooks(fwd_hook=[]), "'fwd_hooks'"),
+        (lambda: model.to_tokens("Mary", prepend_bso=True), "'prepend_bos'"),
+        (lambda: model.prefix("Mary", prepend_bso=True), "'prepend_bos'"),
+    ]
+    for mistake, message in misspelt:
+        with pytest.raises(TypeError, match=f"has no argument.*{message}|{message}"):
+            mistake()
     with pytest.raises(TypeError) as raised:
         model.generate("Mary", seed=0)
     assert "'self'" not in str(raised.value)

@@ -213,7 +213,12 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
             outer = f"{getattr(self._model_or_none(), 'name', None)}."
             if key.startswith(outer) and key.removeprefix(outer) in values:
                 return key.removeprefix(outer)
-            return self._point_names().get(key) or get_act_name(key)
+            points = self._point_names()
+            if key not in points:
+                return get_act_name(key)
+            point = points[key]  # or the module of ours itself, where that was captured
+            held = (path for path, same in points.items() if same == point and path in values)
+            return point if point in values else next(held, point)
         if not isinstance(key, tuple) or not 1 <= len(key) <= 3:
             raise KeyError(f"a key is a name or (name, layer[, layer_type]), got {key!r}")
         name, layer, layer_type = (*key, None, None)[:3]

@@ -226,8 +226,8 @@ class EditingHooks:
                 raise ValueError(
                     f"the hook {hook.called} on {name!r} was not there when this prefix was "
                     f"computed, and would have acted on its {self.length} positions. Compute the "
-                    f"prefix with it, limit it to later ones (pos=slice({self.length}, None) or "
-                    "when='decode'), or use cache.unchecked() to go without this check"
+                    f"prefix with it, limit it to later ones (pos=slice({self.length}, None)), "
+                    "or use cache.unchecked() to go without this check"
                 )
         for name, hook in self.lasting:
             if (name, hook) not in here:

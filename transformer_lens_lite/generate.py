@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from transformer_lens_lite.activations import ActivationCache
@@ -242,7 +242,19 @@ def prompt_and_mask(
             )
         )
     side = "left" if is_text(input) else padding_side
-    return model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
+    prompt, mask = model._tokens_and_mask(input, prepend_bos, side, attention_mask, cache)
+    text = model.text
+    names_nothing_else = text.pad_token_id not in (None, text.eos_token_id, text.bos_token_id)
+    if mask is None and names_nothing_else and prompt.shape[1]:
+        refuse_padding_at_the_end(prompt[:, -1] != text.pad_token_id)
+    return prompt, mask
+
+
+def refuse_padding_at_the_end(ends: Bool[Tensor, " batch"]) -> None:
+    """ValueError for rows whose last column is not real."""
+    if not bool(ends.all()):
+        rows = (~ends).nonzero().flatten().tolist()
+        raise ValueError(f"row(s) {rows} end in padding; pad prompts on the left to generate")
 
 
 def check_prompt(prompt: Tensor, sampling: Sampling) -> None:
@@ -286,9 +298,8 @@ def check_fits(
     fed = length + max(new - (not feeds_last), 0)
     past = model._past_length(cache, range(model.cfg.n_layers), batch, fed)
     joined = model._joined_mask(mask, batch, length, past, cache)
-    if joined is not None and not bool(joined[:, -1].all()):
-        rows = (joined[:, -1] == 0).nonzero().flatten().tolist()
-        raise ValueError(f"row(s) {rows} end in padding; pad prompts on the left to generate")
+    if joined is not None:
+        refuse_padding_at_the_end(joined[:, -1].bool())
     longest = past + fed - (0 if joined is None else int((joined == 0).sum(1).min()))
     limited = model.cfg.positional_embedding_type not in ("alibi", "none")
     if limited and longest > model.cfg.n_ctx:

@@ -200,7 +200,10 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 the stream after the last norm; or None, for the hooks' sake only.
             loss_per_token: loss as [batch, pos - 1].
             tokens: the ids behind a residual input, needed for its loss.
-            attention_mask: 0 for padding; [batch, pos], or [batch, past + pos] with a cache.
+            attention_mask: 0 for padding; [batch, pos], or [batch, past + pos] with a cache. None:
+                that of texts padded here, and of ids padded on the left where `padding_side` or
+                the model's default says so. Ids padded on the right need it for a loss or a cache
+                without padding; their real positions see none of it.
             start_at_layer, stop_at_layer: run only these blocks, the second excluded; negative
                 numbers count from the end. With `stop_at_layer` the residual stream is returned.
             past_kv_cache: what came before; appended to, unless it is frozen.

@@ -18,15 +18,34 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def names_the_nearest(function: Function) -> Function:
     """The TypeError for an unknown keyword argument says which known one comes closest."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"{function.__name__}() has no argument {name!r}.{closest(name, known)}"
-                )
+        if kwargs:
+            refuse_unknown(function.__name__, kwargs, function)
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
+
+
+def refuse_unknown(
+    called: str, given: Iterable[str], function: Callable[..., Any], also: Iterable[str] = ()
+) -> None:
+    """TypeError for a keyword argument that the function does not have, when it is known what it
+    has; `also` are other names that may have been meant."""
+    known = keywords_of(getattr(function, "__func__", function))
+    for name in given:
+        if known is not None and name not in known:
+            raise TypeError(f"{called}() has no argument {name!r}.{closest(name, [*known, *also])}")
+
+
+@functools.lru_cache(maxsize=64)
+def keywords_of(function: Callable[..., Any]) -> list[str] | None:
+    """The names of a function's arguments; None where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some built-in ones
+        return None
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters if each.name != "self"]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from transformer_lens_lite.nearest import closest
 from transformer_lens_lite.patch_engine import Edit, Metric, PatchEngine, n_positions
-from transformer_lens_lite.utils import get_act_name
+from transformer_lens_lite.utils import get_act_name, pandas
 
 Activation = Float[Tensor, "batch ..."]
 # (corrupted, index, clean) -> patched; it may edit `corrupted` in place
@@ -181,8 +181,7 @@ def rows_of(index_df: Any) -> tuple[list[tuple[int, ...]], list[str]]:
 
 def make_df_from_ranges(column_max_ranges: Sequence[int], column_names: Sequence[str]) -> Any:
     """A pandas DataFrame of all indices below these, the last varying fastest."""
-    import pandas as pd
-
+    pd = pandas()
     rows = list(itertools.product(*map(range, column_max_ranges)))
     return pd.DataFrame(rows, columns=list(column_names))
 

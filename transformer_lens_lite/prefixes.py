@@ -17,6 +17,7 @@ from transformer_lens_lite.kv_cache import (
     compact,
     serving,
 )
+from transformer_lens_lite.nearest import names_the_nearest
 from transformer_lens_lite.tokens import is_chat, is_text
 
 # arguments of `generate` that look at nothing but new tokens and their logits
@@ -29,6 +30,7 @@ OF_NEW_TOKENS = frozenset({
 class PrefixMethods:
     """What a model offers for beginnings that are used more than once."""
 
+    @names_the_nearest
     def prefix(
         self,
         input: Any,

@@ -28,7 +28,7 @@ from transformer_lens_lite.hooks import (
     Limits,
     check_hook,
 )
-from transformer_lens_lite.nearest import closest
+from transformer_lens_lite.nearest import closest, names_the_nearest, refuse_unknown
 from transformer_lens_lite.steps import Pos, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
 
@@ -45,6 +45,14 @@ class UnknownHookError(KeyError, ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the repr, quotes and all
+
+
+# of the two that pass the rest on to forward
+HOOK_ARGUMENTS = ("fwd_hooks", "bwd_hooks", "reset_hooks_end", "clear_contexts")
+CACHE_ARGUMENTS = (
+    *("names_filter", "device", "remove_batch_dim", "incl_bwd", "pos_slice"),
+    *("reset_hooks_end", "clear_contexts"),
+)
 
 
 class HookedRootModule(Component):
@@ -303,6 +311,7 @@ class HookedRootModule(Component):
 
     # -- for a while --
 
+    @names_the_nearest
     @contextmanager
     def hooks(
         self,
@@ -386,6 +395,7 @@ class HookedRootModule(Component):
 
         Raises: UnknownHookError for a name that selects nothing, or nothing this forward comes to.
         """
+        refuse_unknown("run_with_hooks", model_kwargs, self.forward, HOOK_ARGUMENTS)
         if (unreached := self.unreached_by(model_args, model_kwargs)) is not None:
             for pair in fwd_hooks:
                 refuse([each.name for each in self.attachments([pair], "fwd")], unreached)
@@ -526,6 +536,7 @@ class HookedRootModule(Component):
 
         Raises: UnknownHookError for names that select nothing, or nothing this forward comes to.
         """
+        refuse_unknown("run_with_cache", model_kwargs, self.forward, CACHE_ARGUMENTS)
         spec = CaptureSpec.of(names_filter, device=device, incl_bwd=incl_bwd or None)
         columns = None if pos_slice is None else Slice.unwrap(pos_slice)
         # hooks that stay go on filling one dictionary

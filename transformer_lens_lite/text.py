@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from transformer_lens_lite.nearest import names_the_nearest
 from transformer_lens_lite.tokens import Tokens
 from transformer_lens_lite.weights import StackedWeights
 
@@ -32,6 +33,7 @@ class TextMethods(StackedWeights):
             cfg.tokenizer_prepends_bos = self.text.tokenizer_prepends_bos
             cfg.tokenizer_name = cfg.tokenizer_name or getattr(tokenizer, "name_or_path", None)
 
+    @names_the_nearest
     def to_tokens(
         self,
         input: str | list[str],

@@ -34,6 +34,7 @@ from transformer_lens_lite.utils import SliceInput as SliceInput
 from transformer_lens_lite.utils import get_act_name as get_act_name
 from transformer_lens_lite.utils import lm_accuracy as lm_accuracy
 from transformer_lens_lite.utils import lm_cross_entropy_loss as lm_cross_entropy_loss
+from transformer_lens_lite.utils import pandas
 from transformer_lens_lite.utils import warn_if_mps as warn_if_mps
 
 __all__ = list(HELPERS)
@@ -348,8 +349,6 @@ def logits_to_df(
 ) -> Any:
     """A pandas DataFrame of tokens by falling logit: token_index, (token_string,) logit, log_prob
     and probability."""
-    import pandas
-
     wide = logits.detach().float().cpu()
     values, order = wide.sort(descending=True, stable=True)
     log_probs = wide.log_softmax(-1)[order]
@@ -358,7 +357,7 @@ def logits_to_df(
         columns["token_string"] = [tokenizer.decode([i]) for i in order[:top_k].tolist()]
     n = len(order) if top_k is None else min(top_k, len(order))
     columns |= {"logit": values, "log_prob": log_probs, "probability": log_probs.exp()}
-    return pandas.DataFrame({name: list(to_numpy(v))[:n] for name, v in columns.items()})
+    return pandas().DataFrame({name: list(to_numpy(v))[:n] for name, v in columns.items()})
 
 
 def test_prompt(

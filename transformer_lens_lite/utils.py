@@ -202,3 +202,14 @@ def lm_accuracy(
     """The share of next tokens that are the most likely one, or which are, with `per_token`."""
     correct = logits[:, :-1].argmax(-1) == tokens[:, 1:]
     return correct if per_token else correct.float().mean()
+
+
+def pandas() -> Any:
+    """The package pandas. ImportError that says how to get it."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(
+            "data frames need pandas: pip install 'transformer_lens_lite[dataframes]'"
+        ) from error
+    return pandas
