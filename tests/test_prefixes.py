@@ -644,6 +644,28 @@ def test_frequencies_that_depend_on_the_length_are_left_to_the_model() -> None:
     assert prefixes.nbytes == 0
 
 
+@torch.no_grad()
+def test_ungrouped_caches_are_hugging_faces_with_a_config() -> None:
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 6)
+    plain = model.prefix(ids[:, :4]).to_hf()
+    expected = model(ids)[:, 4:]
+    model.set_ungroup_grouped_query_attention(True)
+    cache = model.prefix(ids[:, :4])
+    theirs = cache.to_hf(model.cfg)
+    for (keys, values), (same_keys, same_values) in zip(
+        [layer[:2] for layer in theirs], [layer[:2] for layer in plain], strict=True
+    ):
+        torch.testing.assert_close(keys, same_keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(values, same_values, atol=1e-5, rtol=1e-5)
+    back = KeyValueCache.from_hf(plain, model.cfg)
+    close(run(model, ids[:, 4:], past_kv_cache=back), expected)
+    edited = cache.clone()
+    edited.unfreeze()
+    edited.entries[1]._keys = edited.entries[1]._keys * torch.arange(1, 5)[:, None, None]
+    with pytest.raises(ValueError, match="of an ungrouped model, edited"):
+        edited.to_hf(model.cfg)
+
+
 # --- several at once ------------------------------------------------------------------------------
 
 

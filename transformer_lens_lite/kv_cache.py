@@ -813,15 +813,23 @@ class KeyValueCache:
             cache._hooks = EditingHooks(facts["hooks_of"])
         return cache
 
-    def to_hf(self) -> Any:
+    def to_hf(self, cfg: HookedTransformerConfig | None = None) -> Any:
         """A transformers DynamicCache of copies of all positions, windows or not, from which a
-        Hugging Face model continues. Give that model `previous_attention_mask` and its own."""
-        return kv_formats.hf_cache(
-            [
-                (entry.past_keys.transpose(1, 2).clone(), entry.past_values.transpose(1, 2).clone())
-                for entry in self.entries
-            ]
-        )
+        Hugging Face model continues. Give that model `previous_attention_mask` and its own.
+
+        Args:
+            cfg: needed of a model with `ungroup_grouped_query_attention`: it says how many heads
+                keys and values have in Hugging Face's.
+        Raises: ValueError when the heads of a group differ, which an edit can make.
+        """
+        layers = []
+        for i, entry in enumerate(self.entries):
+            pair = [t.transpose(1, 2) for t in (entry.past_keys, entry.past_values)]
+            if cfg is not None and cfg.ungroup_grouped_query_attention:
+                n_kv_heads = cfg.block_specs()[i].attention.n_kv_heads
+                pair = [kv_formats.grouped(stored, n_kv_heads) for stored in pair]
+            layers.append((pair[0].clone(), pair[1].clone()))
+        return kv_formats.hf_cache(layers)
 
     @classmethod
     def from_hf(

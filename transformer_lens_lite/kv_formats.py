@@ -99,7 +99,24 @@ def layers_of_hf(
             raise ValueError(
                 f"layer {i} holds (kv heads, d_head, d_value) {got}, the config says {expected}"
             )
+        times = attention.n_heads // attention.n_kv_heads
+        if cfg.ungroup_grouped_query_attention and times > 1:  # a key for each query head
+            keys, values = (t.repeat_interleave(times, 1) for t in (keys, values))
         yield keys, values
+
+
+def grouped(
+    stored: Float[Tensor, "batch head pos _"], n_kv_heads: int
+) -> Float[Tensor, "batch kv_head pos _"]:
+    """One of each group's keys or values, which are the same while a model is ungrouped. ValueError
+    where an edit has made them different."""
+    by_group = stored.unflatten(1, (n_kv_heads, -1))
+    if not bool((by_group == by_group[:, :, :1]).all()):
+        raise ValueError(
+            "the query heads of a group have different keys or values here (of an ungrouped model, "
+            "edited): Hugging Face's cache has one for all of them"
+        )
+    return by_group[:, :, 0]
 
 
 def as_mask(mask: Any) -> Int[Tensor, "..."]:
