@@ -429,7 +429,7 @@ class HookPoint(Component):
     @property
     def has_torchs_hooks(self) -> bool:
         """Whether something that torch's own methods have attached is still there."""
-        return self.by_torch and bool(
+        return bool(
             self._forward_hooks
             or self._forward_pre_hooks
             or self._backward_hooks
@@ -439,7 +439,7 @@ class HookPoint(Component):
     @property
     def listened(self) -> bool:
         """Whether anybody would see the value: what selects the slow path."""
-        return bool(self.fwd_hooks or self.bwd_hooks or self.has_torchs_hooks)
+        return bool(self.fwd_hooks or self.bwd_hooks or (self.by_torch and self.has_torchs_hooks))
 
     def forward(self, x: Tensor) -> Tensor:
         """The identity; reached only through hooks registered with torch's own methods. A subclass
@@ -447,7 +447,7 @@ class HookPoint(Component):
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self.computes or self.has_torchs_hooks:
+        if self.computes or (self.by_torch and self.has_torchs_hooks):
             x = Component.__call__(self, x)
         for handle in tuple(self.fwd_hooks):
             x = handle.run(x, self)

@@ -528,28 +528,33 @@ class KeyValueCache:
             self._mask = joined
         return joined
 
-    def advance(
-        self, layers: Sequence[int], n_new: int, padding: Int[Tensor, "batch pos"] | None
-    ) -> None:
+    def advance(self, layers: range, n_new: int, padding: Int[Tensor, "batch pos"] | None) -> None:
         """Count a forward's positions as stored in these layers: in all of them, or, where an
         interrupt comes before the first, in none.
 
         padding: the mask of everything stored then, as the property of that name.
         """
-        growing = [self[layer] for layer in layers if not self[layer].frozen]
-        longer = [(entry, entry._length + n_new) for entry in growing]
+        entries = self.entries[layers.start : layers.stop]
+        longer = [entry._length + n_new for entry in entries]
         n_forwards = self.n_forwards + 1
-
-        def count() -> None:
-            for entry, length in longer:
-                entry._hold(length)
-            self.n_forwards, self.padding = n_forwards, padding
-
         try:
-            count()
+            self._count(entries, longer, n_forwards, padding)
         except BaseException:  # Ctrl-C between two layers: one would be longer than the next
-            count()
+            self._count(entries, longer, n_forwards, padding)
             raise
+
+    def _count(
+        self,
+        entries: list[KeyValueCacheEntry],
+        lengths: list[int],
+        n_forwards: int,
+        mask: Int[Tensor, "batch pos"] | None,
+    ) -> None:
+        """May be run twice."""
+        for entry, length in zip(entries, lengths, strict=True):
+            if not entry.frozen:
+                entry._hold(length)
+        self.n_forwards, self._mask = n_forwards, mask
 
     # -- whose it is --
 

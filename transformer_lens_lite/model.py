@@ -267,7 +267,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         there. `generation` is the `Generation` this is a step of.
         """
         is_ids = not start.is_floating_point()
-        if is_ids and self._is_replaced("forward"):
+        if self._is_replaced("forward"):
+            if not is_ids:
+                raise ValueError(
+                    "a prompt of embeddings, and a forward of one's own: it takes ids or a stream "
+                    "(start_at_layer=0), and no embeddings"
+                )
             given: dict[str, Any] = {"return_type": "logits", "past_kv_cache": past_kv_cache}
             given |= {} if attention_mask is None else {"attention_mask": attention_mask}
             before = _generation.set((self, generation))
@@ -276,11 +281,6 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             finally:
                 _generation.reset(before)
             return logits[:, -1]
-        if self._is_replaced("forward"):
-            raise ValueError(
-                "a prompt of embeddings, and a forward of one's own: it takes ids or a stream "
-                "(start_at_layer=0), and no embeddings"
-            )
         layers = range(self.cfg.n_layers)
         context = self._context(start, layers, attention_mask, past_kv_cache)
         with running(partial(step_of, context, start if is_ids else None, generation)):
