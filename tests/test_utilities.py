@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import loud
 import native
 import numpy as np
 import pytest
@@ -90,6 +91,15 @@ def test_checking_structure(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\trows 0:1\n" in said
     with pytest.raises(ValueError, match="one shape"):
         u.check_structure(one, one[:2])
+
+
+def test_the_offset_of_a_cache() -> None:
+    model, tokens = loud.build("rotary"), loud.tokens(2, 4)
+    cache = loud.frozen_prefix(model, tokens)
+    assert u.get_pos_offset(None, 2) == 0
+    assert u.get_pos_offset(cache, 2) == u.get_pos_offset(cache, 4) == 4
+    with pytest.raises(ValueError, match="holds 2 rows, the input has 3"):
+        u.get_pos_offset(cache, 3)
 
 
 def test_softcap() -> None:

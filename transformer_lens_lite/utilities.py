@@ -28,6 +28,7 @@ from transformer_lens_lite.components.activations import solu as solu
 from transformer_lens_lite.config import default_device
 from transformer_lens_lite.factored_matrix import FactoredMatrix
 from transformer_lens_lite.factored_matrix import composition_scores as composition_scores
+from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.sampling import sample_logits as sample_logits
 from transformer_lens_lite.utils import Slice as Slice
 from transformer_lens_lite.utils import SliceInput as SliceInput
@@ -480,6 +481,15 @@ def temporarily_swap_parameter(parameter: nn.Parameter, new_value: Tensor) -> It
         yield parameter
     finally:
         parameter.data = own
+
+
+def get_pos_offset(past_kv_cache: KeyValueCache | None, batch_size: int) -> int:
+    """How many positions are cached, 0 without a cache. ValueError for a cache that does not serve
+    so many rows."""
+    if past_kv_cache is None:
+        return 0
+    past_kv_cache[0].check_batch(batch_size)
+    return past_kv_cache.length
 
 
 def is_library_available(name: str) -> bool:

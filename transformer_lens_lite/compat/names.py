@@ -39,6 +39,7 @@ HELPERS = [
     "get_matrix_corner",
     "get_nested_attr",
     "get_offset_position_ids",
+    "get_pos_offset",
     "get_tokenizer_with_bos",
     "get_tokens_with_bos_removed",
     "init_kaiming_normal_",
@@ -214,6 +215,7 @@ MODULES: dict[str, str] = {
         "SOFTCAP_DISABLED SUPPORTED_ACTIVATIONS XIELU apply_softcap gelu_fast gelu_new "
         "gelu_pytorch_tanh relu2 softcap_enabled solu"
     ),
+    "utilities.cache": "get_pos_offset",
     "utilities.attribute_utils": "get_nested_attr set_nested_attr",
     "utilities.components_utils": "get_act_name",
     "utilities.defaults_utils": (
