@@ -313,6 +313,25 @@ def test_prefixes_see_that_a_part_was_replaced() -> None:
 
 
 @torch.no_grad()
+def test_the_embedding_may_be_wrapped() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return 2 * self.inner(tokens)
+
+    model, how = native.build("rotary"), {"stop_at_eos": False, "verbose": False}
+    expected = model(2 * model(TOKENS, stop_at_layer=0), start_at_layer=0)
+    model.embed = Wrapped(model.embed)
+    model.setup()
+    torch.testing.assert_close(model(TOKENS), expected)
+    new = model.generate(TOKENS, 1, do_sample=False, **how)
+    assert torch.equal(new[:, -1], expected[:, -1].argmax(-1))
+
+
+@torch.no_grad()
 def test_tokens_of_ones_own_are_what_forward_reads() -> None:
     tokenizer = tokenizers_for_tests.byte_level()
     cfg = native.build("rotary", d_vocab=len(tokenizer)).cfg

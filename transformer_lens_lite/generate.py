@@ -230,7 +230,7 @@ def prompt_and_mask(
         return input, attention_mask
     if is_chat(input):
         ids, made = model._text().encode_chats(input, prepend_bos, "left")
-        device = model.embed.W_E.device
+        device = model.a_weight.device
         return ids.to(device), made.to(device) if attention_mask is None else attention_mask
     if isinstance(input, (list, tuple)) and not is_text(input):
         raise TypeError(

@@ -304,6 +304,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         _generation.set((None, None))
         return generation
 
+    @property
+    def a_weight(self) -> Tensor:
+        """Of the embedding, or of a module in its place: where the model is, and in what dtype."""
+        own: Tensor | None = getattr(self.embed, "W_E", None)
+        return next(self.embed.parameters()) if own is None else own
+
     def _is_replaced(self, method: str) -> bool:
         """Whether a subclass, or an attribute of this very model, stands in place of a method."""
         own = getattr(type(self), method) is not getattr(HookedTransformer, method)
@@ -512,7 +518,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
 
         Text that continues a cache gets no BOS unless it is asked for.
         """
-        device = self.embed.W_E.device
+        device = self.a_weight.device
         if cache is not None and not isinstance(cache, KeyValueCache):
             raise ValueError(f"past_kv_cache must be a KeyValueCache, got {type(cache).__name__}")
         if prepend_bos is None and cache is not None and cache.length > 0:
@@ -568,7 +574,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise ValueError(
                 f"the residual stream must be [batch, pos, {d_model}], got {list(residual.shape)}"
             )
-        if (dtype := self.embed.W_E.dtype) != residual.dtype and not torch.is_autocast_enabled(
+        if (dtype := self.a_weight.dtype) != residual.dtype and not torch.is_autocast_enabled(
             residual.device.type
         ):
             raise ValueError(
@@ -608,7 +614,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             batch,
             n_new,
             start.device,
-            self.embed.W_E.dtype,
+            self.a_weight.dtype,
             past,
             mask,
             cache,
@@ -678,7 +684,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
                 f"attention_mask must be {' or '.join(map(str, allowed))} (0 for padding), got "
                 f"{got}"
             )
-        return as_mask(mask).to(self.embed.W_E.device)
+        return as_mask(mask).to(self.a_weight.device)
 
     def _check_length(self, length: int, mask: Tensor | None) -> None:
         if self.cfg.positional_embedding_type in ("alibi", "none") or length <= self.cfg.n_ctx:
@@ -871,9 +877,9 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
     def _apply(self, *args: Any, **kwargs: Any) -> "HookedTransformer":
         """What `.to()`, `.half()`, `.cuda()` … of this model, or of one around it, come to."""
         super()._apply(*args, **kwargs)
-        if not self.embed.W_E.is_meta:  # else the weights are still to come, to the place cfg says
-            self.cfg.device = str(self.embed.W_E.device)
-            self.cfg.dtype = self.embed.W_E.dtype
+        if not self.a_weight.is_meta:  # else the weights are still to come, to the place cfg says
+            self.cfg.device = str(self.a_weight.device)
+            self.cfg.dtype = self.a_weight.dtype
             warn_if_mps(self.cfg.device)
         return self
 

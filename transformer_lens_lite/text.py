@@ -47,7 +47,7 @@ class TextMethods(StackedWeights):
         Raises ValueError without a tokenizer, TypeError for what is not text.
         """
         tokens = self._text().to_tokens(input, prepend_bos, padding_side, truncate)
-        return tokens.to(self.embed.W_E.device) if move_to_device else tokens
+        return tokens.to(self.a_weight.device) if move_to_device else tokens  # type: ignore[arg-type]
 
     def to_string(self, tokens: Any) -> str | list[str]:
         """The text of token ids; a list of texts for 2-D input. ValueError for an id the model
