@@ -33,7 +33,8 @@ WeightsVersion = tuple[tuple[int, Any, int, int] | tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The config that matters, field by field, and a digest of all weights' bytes."""
+    """The config that matters, field by field, and a digest of all weights' bytes and of what
+    computes beside the model's own parts."""
 
     config: dict[str, Any]
     weights: str
@@ -111,7 +112,8 @@ def weights_version(model: Any) -> WeightsVersion:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of names, shapes, dtypes and bytes of all parameters, wherever they lie.
+    """A digest of names, shapes, dtypes and bytes of all parameters, wherever they lie, and of
+    `foreign_parts`.
 
     The bytes are hashed where the weights are, as integers, so that the digest of the same weights
     is the same on every device.

@@ -272,6 +272,8 @@ class LensHandle:
         return tensor
 
     def _checked(self, result: Any, tensor: Tensor, point: "HookPoint") -> Tensor:
+        """What a hook returned, in the value's dtype. TypeError for what is no tensor, ValueError
+        for another shape, or for a dtype that is no rounding of the value's."""
         if not isinstance(result, Tensor):
             raise TypeError(
                 f"a hook on {point.name!r} returned a {type(result).__name__}; it may return "
