@@ -167,6 +167,16 @@ def test_a_model_inside_another_works_by_its_own_names() -> None:
     torch.testing.assert_close(got, want)
 
 
+@torch.no_grad()
+def test_caching_hooks_may_be_attached_to_a_copy() -> None:
+    model = native.build()
+    cache, forward, _ = model.get_caching_hooks("blocks.0.hook_resid_post")
+    other = copy.deepcopy(model)
+    other.run_with_hooks(TOKENS, fwd_hooks=forward)
+    _, expected = model.run_with_cache(TOKENS, names_filter="blocks.0.hook_resid_post")
+    assert torch.equal(cache["blocks.0.hook_resid_post"], expected["blocks.0.hook_resid_post"])
+
+
 # --- replaced methods -----------------------------------------------------------------------------
 
 

@@ -401,12 +401,12 @@ class Recorder:
         if self._thread is not None and get_ident() != self._thread:
             return
         self._see()
-        name = self.name_of[hook]
+        name = self.name_of.get(hook) or hook.name or ""  # or of a copy of the model
         self._keep(name, tensor, self.axes[name])
 
     def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
         """The backward hook; autograd may have threads of its own."""
-        name, step = self.name_of[hook], current_step()
+        name, step = self.name_of.get(hook) or hook.name or "", current_step()
         for run in self.runs:
             for number, place in enumerate(run.places):
                 if place.step is step:
