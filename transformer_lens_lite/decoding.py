@@ -210,9 +210,8 @@ class Generation:
                 generation=self,
             )
         if self.n_new:
-            return self.model.next_logits(
-                self.tokens[:, -1:], past_kv_cache=self.cache, generation=self
-            )
+            newest = self._ids.narrow(1, self._n_prompt + self.n_new - 1, 1)
+            return self.model.next_logits(newest, past_kv_cache=self.cache, generation=self)
         mask = self._whole_mask()
         logits = self.model.next_logits(
             self.prompt,
@@ -288,7 +287,7 @@ class Generation:
     def _append(
         self, picked: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab_out"]
     ) -> None:
-        self._ids[:, self._n_prompt + self.n_new] = picked
+        self._ids.select(1, self._n_prompt + self.n_new).copy_(picked)
         self.n_new += 1
         if self.ending.is_possible:
             self._real[:, self.n_new - 1] = ~self.finished

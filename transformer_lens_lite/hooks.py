@@ -9,11 +9,10 @@ gradient, a 1-tuple of one, or None.
 """
 
 import inspect
-import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -27,6 +26,7 @@ from transformer_lens_lite.steps import (
     current_step,
     running,
 )
+from transformer_lens_lite.watched import Attributes, TellingDict, TellingList
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
@@ -38,12 +38,34 @@ class Component(nn.Module):
 
     Submodules and parameters are ordinary attributes too: nn.Module finds them only after the
     normal lookup failed, which costs more than several idle hook points do. And a call goes
-    straight to `forward` unless torch's own hooks are in use.
+    straight to `forward` unless somebody's functions are attached.
     """
+
+    hooks_are_in: tuple[str, ...] = (  # torch's containers, by what its methods attach to
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
+    listened: bool  # whether any function is attached here
 
     def __init__(self) -> None:
         super().__init__()
-        self._parameters = AttributeDict(self, {})
+        self._watch()
+
+    def _watch(self) -> None:
+        """Hear of every change of the containers that torch has made."""
+        self._parameters = Attributes(self, self._parameters)
+        for name in Component.hooks_are_in:
+            self.__dict__[name] = TellingDict(self, self.__dict__[name])
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Work out anew whether anybody listens: what selects the slow path."""
+        own = self.__dict__
+        # until it is so: another thread may attach something in between
+        while own.get("listened") != (now := any(own.get(name) for name in self.hooks_are_in)):
+            own["listened"] = now
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not listened to by those who listen to the original."""
@@ -57,15 +79,12 @@ class Component(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # copies and pickles hold a plain dict
-        self._parameters = AttributeDict(self, self._parameters)
+        super().__setstate__(state)  # copies and pickles hold plain containers
+        self._watch()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
+            self.listened
             or self._compiled_call_impl is not None
             or torch_module._has_any_global_hook()
         ):
@@ -90,41 +109,6 @@ class Component(nn.Module):
         """Add a submodule under `name`, as assignment does."""
         super().add_module(name, module)
         self.__dict__[name] = module
-
-
-class AttributeDict(dict[str, Any]):
-    """A dict whose entries are attributes of their owner too.
-
-    A module's `_parameters`: torch and its tools write there directly (`.to()`, functional_call,
-    pruning), and what they write is the attribute from then on.
-    """
-
-    def __init__(self, owner: object, entries: dict[str, Any]) -> None:
-        self.owner = weakref.ref(owner)  # no cycle: a module dies with its last name
-        super().__init__(entries)
-        self._attributes().update(entries)
-
-    def _attributes(self) -> dict[str, Any]:
-        owner = self.owner()
-        return {} if owner is None else owner.__dict__
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._attributes()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        self._attributes().pop(name, None)
-
-    # by the two methods above, where dict's own would go past them
-    pop = MutableMapping.pop
-    popitem = MutableMapping.popitem
-    update = MutableMapping.update
-    clear = MutableMapping.clear
-    setdefault = MutableMapping.setdefault
 
 
 class Limits:
@@ -208,7 +192,7 @@ class LensHandle:
         self.context_level = context_level
         # a function marked so only looks: what it keeps needs no protection from its own edits
         self.is_listener = getattr(user_hook, "is_listener", False)
-        self._siblings = point.handles(direction)
+        self.point = point
         self._callers = [HookAlias(point, name) for name in alias_names] if alias_names else [point]
 
     @property
@@ -218,13 +202,13 @@ class LensHandle:
 
     def attach(self, prepend: bool = False) -> "LensHandle":
         """Let the point call the function, after those it calls already or before them."""
-        self._siblings.insert(0 if prepend else len(self._siblings), self)
+        siblings = self.point.handles(self.direction)
+        siblings.insert(0 if prepend else len(siblings), self)
         return self
 
     def remove(self) -> None:
         """Detach the function from its point."""
-        if self in self._siblings:
-            self._siblings.remove(self)
+        self.point.handles(self.direction).discard(self)
 
     @property
     def when(self) -> When:
@@ -363,8 +347,10 @@ class HookPoint(Component):
     """
 
     name: str | None
+    hooks_are_in = ("fwd_hooks", "bwd_hooks", *Component.hooks_are_in)
     computes = False  # whether a subclass, or an attribute, has a forward of its own
-    by_torch = False  # whether torch's own methods have ever attached something
+    fwd_hooks: list[LensHandle]  # lists that tell: what is put in or taken out is heard of
+    bwd_hooks: list[LensHandle]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -377,8 +363,8 @@ class HookPoint(Component):
         self, optional: bool = False, pos_axis: int | None = 1, unseen: float | None = None
     ) -> None:
         super().__init__()
-        self.fwd_hooks: list[LensHandle] = []
-        self.bwd_hooks: list[LensHandle] = []
+        self.fwd_hooks = TellingList(self)
+        self.bwd_hooks = TellingList(self)
         self.ctx: dict[Any, Any] = {}
         self.name = None
         self.optional = optional
@@ -396,37 +382,22 @@ class HookPoint(Component):
         return step
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.fwd_hooks or self.bwd_hooks or self.by_torch:
-            return self._visit(x)
-        return x
+        return self._visit(x) if self.listened else x
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("fwd_hooks", "bwd_hooks"):
+            value = TellingList(self, value)
+            for handle in value:
+                handle.point = self
+            self.__dict__[name] = value
+            self.look_again()
+            return
         if name == "forward" and not self.computes:
             kind = type(self)
             is_plain = kind is HookPoint  # whose copies and pickles should find their class
             own = {"forward": lambda self, x: x}  # the attribute goes before it
             self.__class__ = ComputingHookPoint if is_plain else type(kind.__name__, (kind,), own)
         super().__setattr__(name, value)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own: idle points do not look for those."""
-        self.by_torch = True
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own."""
-        self.by_torch = True
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own."""
-        self.by_torch = True
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own."""
-        self.by_torch = True
-        return super().register_full_backward_pre_hook(*args, **kwargs)
 
     @property
     def has_torchs_hooks(self) -> bool:
@@ -438,18 +409,13 @@ class HookPoint(Component):
             or self._backward_pre_hooks
         )
 
-    @property
-    def listened(self) -> bool:
-        """Whether anybody would see the value: what selects the slow path."""
-        return bool(self.fwd_hooks or self.bwd_hooks or (self.by_torch and self.has_torchs_hooks))
-
     def forward(self, x: Tensor) -> Tensor:
         """The identity; reached only through hooks registered with torch's own methods. A subclass
         may do something else."""
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self.computes or (self.by_torch and self.has_torchs_hooks):
+        if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
         for handle in tuple(self.fwd_hooks):
             x = handle.run(x, self)
@@ -476,11 +442,15 @@ class HookPoint(Component):
             state[name] = [handle for handle in state[name] if not handle.is_listener]
         return state
 
-    def handles(self, dir: Direction) -> list[LensHandle]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.fwd_hooks, self.bwd_hooks = self.fwd_hooks, self.bwd_hooks  # as lists that tell
+
+    def handles(self, dir: Direction) -> TellingList:
         """The live list of handles of one direction."""
         if dir not in ("fwd", "bwd"):
             raise ValueError(f"dir must be 'fwd' or 'bwd', got {dir!r}")
-        return self.fwd_hooks if dir == "fwd" else self.bwd_hooks
+        return cast(TellingList, self.fwd_hooks if dir == "fwd" else self.bwd_hooks)
 
     def add_hook(
         self,

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformer_lens_lite import kv_formats
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.fingerprint import EditingHooks, Filling, Fingerprint
+from transformer_lens_lite.padding import Padding, with_ones
 
 NewKeys = Float[Tensor, "batch kv_head new_pos d_head"]
 NewValues = Float[Tensor, "batch kv_head new_pos d_value"]
@@ -429,6 +430,7 @@ class KeyValueCache:
         self.frozen = frozen
         # None: no position is padding. Kept so, the common case needs no mask anywhere.
         self._mask = previous_attention_mask
+        self._padding: Padding | None = None  # made of the mask when a step first needs it
         self.n_forwards = 0  # that were stored here
         self._origin: Fingerprint | None = None  # known once frozen, saved or pickled
         self._filling: Filling | None = None
@@ -509,6 +511,24 @@ class KeyValueCache:
     def padding(self, mask: Int[Tensor, "batch pos"] | None) -> None:
         self._mask = mask
 
+    def mask_ahead(self, batch: int, n: int) -> Int[Tensor, "batch n"] | None:
+        """The mask of the first n columns, those that are not stored yet being real; None: no
+        padding."""
+        mask = self._mask
+        if mask is None:
+            return None
+        if len(mask) != batch or torch.compiler.is_compiling():
+            return with_ones(serving(mask, batch), n)
+        padding = self._padding
+        if padding is None or not padding.stands_for(mask):
+            padding = self._padding = Padding(mask)
+        return padding.up_to(n)
+
+    def padding_of(self, mask: Int[Tensor, "batch pos"] | None) -> Padding | None:
+        """What was worked out of a mask that came from `mask_ahead`; None: nothing yet."""
+        padding = self._padding
+        return padding if padding is not None and padding.latest is mask else None
+
     def append_attention_mask(
         self, attention_mask: Int[Tensor, "batch new_pos"]
     ) -> Int[Tensor, "batch pos"]:
@@ -554,6 +574,9 @@ class KeyValueCache:
         for entry, length in zip(entries, lengths, strict=True):
             if not entry.frozen:
                 entry._hold(length)
+        padding = self.padding_of(mask)
+        if padding is not None and mask is not None:
+            padding.stand_for(mask)
         self.n_forwards, self._mask = n_forwards, mask
 
     # -- whose it is --
@@ -735,7 +758,8 @@ class KeyValueCache:
 
     def __getstate__(self) -> dict[str, Any]:
         mask = None if self._mask is None else compact(self._mask)
-        own = {"_mask": mask, "_origin": self.origin, "_filling": None, "_trusted": None}
+        own = {"_mask": mask, "_origin": self.origin}
+        own |= dict.fromkeys(("_padding", "_filling", "_trusted"))
         return {**self.__dict__, **own}
 
     def _with(self, on_keys: Any, on_mask: Any) -> "KeyValueCache":

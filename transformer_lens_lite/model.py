@@ -291,7 +291,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             residual = self._through_blocks(residual, layers, context)
             if residual.shape[1] > 1 and not self._output_is_listened():
                 residual = residual[:, -1:]
-            return self.logits_of(self.ln_final(residual))[:, -1]
+            return self.logits_of(self.ln_final(residual)).select(1, -1)
 
     def _generation_at_work(self) -> Any:
         """The generation whose step a forward of one's own was called for. It is that of the first
@@ -658,13 +658,12 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         before = None if cache is None else cache.padding
         if mask is not None:
             mask = self._checked_mask(mask, batch, n_new, past)
-        elif before is None:
+        elif before is None or cache is None:
             return None
         elif before.shape[1] >= past + n_new:  # other layers have been here, and knew the padding
             return serving(before[:, : past + n_new], batch)
         else:
-            new = before.new_ones(batch, n_new)
-            return torch.cat((serving(before[:, :past], batch), new), 1)
+            return cache.mask_ahead(batch, past + n_new)
         if mask.shape[1] == n_new and past > 0:
             if before is None:
                 before = mask.new_ones(1, past)

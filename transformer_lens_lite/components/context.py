@@ -41,6 +41,8 @@ class Mask(Memo):
         is_causal: the plain lower triangle over the input itself: fused kernels know it by name.
         looks_back: no query sees a key in a later slot, whatever else is hidden.
         visible: makes [row, pos, key_pos], True where a query may look; None: everywhere.
+        known_bias: gives what is added to scores where nothing is visible, [row, 1, pos, key_pos];
+            None: it is made of `visible`.
         distance: makes [row, head, pos, key_pos] to add to scores (ALiBi); None: nothing.
         has_padding: some queries may see nothing at all.
         n_open: of so many first keys nothing is hidden and to their scores nothing is added.
@@ -51,6 +53,7 @@ class Mask(Memo):
         is_causal: bool,
         looks_back: bool,
         visible: Callable[[], Bool[Tensor, "row pos key_pos"]] | None,
+        known_bias: Callable[[], Float[Tensor, "row 1 pos key_pos"]] | None,
         distance: Callable[[], Float[Tensor, "row head pos key_pos"]] | None,
         has_padding: bool,
         n_open: int,
@@ -61,6 +64,7 @@ class Mask(Memo):
         self.looks_back = looks_back
         self.is_open = visible is None and distance is None  # nothing is hidden, nothing added
         self._visible = visible
+        self._known_bias = known_bias
         self._distance = distance
         self._has_padding = has_padding
         self._n_open = n_open
@@ -97,7 +101,9 @@ class Mask(Memo):
 
     def _make_bias(self) -> Float[Tensor, "row head pos key_pos"] | None:
         hidden = None
-        if self.visible is not None:
+        if self._known_bias is not None:
+            hidden = self._known_bias()
+        elif self.visible is not None:
             hidden = self.visible.to(self._dtype).log()  # of 1 and 0
         if self._distance is None:
             return hidden
@@ -154,6 +160,7 @@ class ForwardContext(Memo):
         self.dtype = dtype
         self.attention_mask = attention_mask
         self.cache = cache
+        self.padding = None if cache is None else cache.padding_of(attention_mask)
         # how often the cache was filled before: it counts this forward before the last norm
         self.n_before = 0 if cache is None else cache.n_forwards
         self.shortformer_pos_embed = shortformer_pos_embed
@@ -188,6 +195,8 @@ class ForwardContext(Memo):
         """How many real tokens each row has by the end of this forward."""
         if self.attention_mask is None:
             return torch.full((1,), self.n_keys, device=self.device)
+        if self.padding is not None:
+            return self.padding.lengths(self.n_keys)
         return self.attention_mask.sum(1)
 
     @property
@@ -259,11 +268,17 @@ class ForwardContext(Memo):
             is_causal=bites and not local and not padded and alibi is None and not self.n_past,
             looks_back=causal,
             visible=partial(self._visible, causal, window, chunk) if bites else None,
+            known_bias=None if local or self.n_new > 1 else self._padding_bias(),
             distance=partial(self._alibi, alibi) if alibi is not None else None,
             has_padding=self.has_padded_queries,
             n_open=0 if local or padded or alibi is not None else self.n_past,
             dtype=self.dtype,
         )
+
+    def _padding_bias(self) -> Callable[[], Float[Tensor, "row 1 1 key_pos"]] | None:
+        """What hides padding and nothing else, where it is there already."""
+        padding = self.padding
+        return None if padding is None else partial(padding.bias, self.n_keys, self.dtype)
 
     @property
     def has_padded_queries(self) -> bool:

@@ -1,0 +1,111 @@
+"""Containers that tell their owner what becomes of them.
+
+torch, its tools and classic code write straight into a module's containers. What the owner works
+out from those stays true all the same, and reading it costs one attribute.
+"""
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose entries are attributes of their owner too.
+
+    A module's `_parameters`: torch and its tools write there directly (`.to()`, functional_call,
+    pruning), and what they write is the attribute from then on.
+    """
+
+    def __init__(self, owner: object, entries: dict[str, Any]) -> None:
+        self.owner = weakref.ref(owner)  # no cycle: a module dies with its last name
+        super().__init__(entries)
+        self._attributes().update(entries)
+
+    def _attributes(self) -> dict[str, Any]:
+        owner = self.owner()
+        return {} if owner is None else owner.__dict__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)  # copies and pickles have another owner
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._attributes()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._attributes().pop(name, None)
+
+    # by the two methods above, where dict's own would go past them
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+    update = MutableMapping.update
+    clear = MutableMapping.clear
+    setdefault = MutableMapping.setdefault
+
+
+class Telling:
+    """A container of attached functions, whose owner's `look_again` is called after each change."""
+
+    owner: Callable[[], Any]
+
+    def tell(self) -> None:
+        """Let the owner look again."""
+        owner = self.owner()
+        if owner is not None:
+            owner.look_again()
+
+
+def and_tells(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A container's method, which then tells the owner."""
+
+    @functools.wraps(method)
+    def telling(self: Telling, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.tell()
+
+    return telling
+
+
+class TellingList(list[Any], Telling):
+    """A list that tells."""
+
+    def __init__(self, owner: object, entries: Iterable[Any] = ()) -> None:
+        self.owner = weakref.ref(owner)
+        super().__init__(entries)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Any]]]:
+        return list, (list(self),)
+
+    def discard(self, entry: Any) -> None:
+        """Remove it if it is there; tell in either case, so that an interrupted call can be made
+        again."""
+        try:
+            if entry in self:
+                super().remove(entry)
+        finally:
+            self.tell()
+
+
+class TellingDict(OrderedDict[Any, Any], Telling):
+    """An ordered dict that tells."""
+
+    def __init__(self, owner: object, entries: dict[Any, Any]) -> None:
+        self.owner = lambda: None  # while it is filled
+        super().__init__(entries)
+        self.owner = weakref.ref(owner)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[Any, Any]]]:
+        return OrderedDict, (dict(self),)
+
+
+for kind, names in (
+    (TellingList, "append extend insert remove pop clear __setitem__ __delitem__ __iadd__"),
+    (TellingDict, "__setitem__ __delitem__ pop popitem update clear setdefault"),
+):
+    for name in names.split():
+        setattr(kind, name, and_tells(getattr(kind, name)))
