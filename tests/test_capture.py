@@ -8,6 +8,7 @@ import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import loud
@@ -23,7 +24,9 @@ from transformer_lens_lite import (
     HookPoint,
     KeyValueCache,
     UnknownHookError,
+    capture,
 )
+from transformer_lens_lite.capture import Recorder
 
 P, N = 5, 4  # columns of the prompts, and new tokens
 POSITIONS = pytest.mark.parametrize(
@@ -1251,3 +1254,115 @@ def test_a_piece_that_an_interrupt_left_uncounted_is_dropped() -> None:
         series.pieces.append(torch.zeros(2, 1, 24))  # as between two lines of `Series.add`
     assert cache["resid_post", 0].shape == (2, P, 24)
     assert len(cache.steps("resid_post", 0)) == 2
+
+
+# --- after something went wrong, and beside other threads -----------------------------------------
+
+
+def failing_once(at: int) -> Any:
+    """A hook that raises at its `at`-th call."""
+    calls = itertools.count(1)
+
+    def hook(value: Tensor, hook: Any) -> None:
+        if next(calls) == at:
+            raise RuntimeError("broke off")
+
+    return hook
+
+
+def test_another_text_on_a_cache_that_lost_a_forward_is_a_run_of_its_own() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 8)
+    cache = KeyValueCache.init_cache(model.cfg, "cpu")
+    with model.capture("resid_post") as kept:
+        with (
+            model.hooks([("blocks.1.hook_resid_post", failing_once(1))]),
+            pytest.raises(RuntimeError),
+        ):
+            model(ids[:1, :5], past_kv_cache=cache)
+        model(ids[1:, :8], past_kv_cache=cache)
+    _, whole = model.run_with_cache(ids[1:])
+    last = kept.runs[-1]
+    assert torch.equal(last.tokens, ids[1:])
+    torch.testing.assert_close(last["resid_post", 1], whole["resid_post", 1])
+
+
+@pytest.mark.parametrize("point", ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_z"])
+def test_a13_rows_of_a_generation_that_broke_off_between_two_layers(point: str) -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 5)
+    with (
+        model.hooks([(point, failing_once(3))]),
+        pytest.raises(RuntimeError) as broken,
+    ):
+        model.generate(
+            ids, 6, stop_at_eos=False, verbose=False, return_cache=["resid_post", "pattern"]
+        )
+    kept = broken.value.captured  # type: ignore[attr-defined]
+    row = kept.row(1)
+    for name in (("pattern", 0), ("pattern", 1), ("resid_post", 0)):
+        assert torch.equal(row[name], kept[name][1:])
+
+
+def test_what_broke_off_is_put_together_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may have run out."""
+    model, ids = loud.build("rotary"), loud.tokens(2, 5)
+
+    def running_out(self: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Recorder, "first", running_out)
+    with (
+        model.hooks([("blocks.1.hook_resid_pre", failing_once(2))]),
+        pytest.raises(RuntimeError, match="broke off") as broken,
+    ):
+        model.generate(ids, 3, stop_at_eos=False, verbose=False, return_cache="resid_post")
+    monkeypatch.undo()
+    assert broken.value.captured["resid_post", 0].shape[:2] == (2, 6)  # type: ignore[attr-defined]
+
+
+def test_forwards_of_other_threads_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what passes them nor what they return."""
+    model, ids = loud.build("rotary"), loud.tokens(1, 6)
+    threads = []
+
+    def noting(value: Any) -> Any:
+        threads.append(get_ident())
+        return inside(value)
+
+    inside = capture.tensors_in
+    monkeypatch.setattr(capture, "tensors_in", noting)
+    with ThreadPoolExecutor(1) as pool, model.capture("resid_post") as kept:
+        model(ids)
+        pool.submit(model, ids).result()
+    assert len(kept.runs) == 1
+    assert set(threads) == {get_ident()}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": "prefill"}, {"pos_slice": slice(0, 3)}, {"pos_slice": slice(3, 7)},
+        {"steps": "decode"}, {"steps": [0, 2]}, {"pos_slice": [1, 6]},
+    ],
+)  # fmt: skip
+def test_patterns_are_counted_with_the_keys_that_are_kept(how: dict[str, Any]) -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 5)
+    spec = CaptureSpec("pattern", **how)
+    _, kept = model.generate(
+        ids, 4, stop_at_eos=False, verbose=False, return_cache=spec, include_last=False
+    )
+    memory = {value.untyped_storage().data_ptr(): value for value in kept.values()}
+    held = sum(value.untyped_storage().nbytes() for value in memory.values())
+    assert spec.nbytes(model, 2, 5, 3) == held
+
+
+@pytest.mark.parametrize("wrong", [-1, True])
+def test_max_bytes_is_a_number_of_bytes(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="max_bytes must be a number of bytes"):
+        CaptureSpec(max_bytes=wrong)
+
+
+def test_a_few_columns_do_not_keep_all_of_them_alive() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(1, 8)
+    _, kept = model.run_with_cache(ids, names_filter="resid_post", pos_slice=-1)
+    value = kept["resid_post", 1]
+    assert value.untyped_storage().nbytes() == value.nbytes

@@ -854,3 +854,27 @@ def test_tokenizers_without_special_tokens_still_generate() -> None:
     model = build("standard", byte_level(end_of_text=False))
     out = model.generate("Hello", 4, **GREEDY)
     assert out.startswith("Hello")
+
+
+def test_processors_and_criteria_that_edit_what_they_get_edit_nothing_of_ours() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 5)
+    how: dict[str, Any] = {"max_new_tokens": 4, "stop_at_eos": False, "do_sample": False}
+
+    def in_place(tokens: Tensor, logits: Tensor) -> Tensor:
+        tokens.zero_()
+        logits[:, 3] = logits.max() + 1
+        return logits
+
+    def looks(tokens: Tensor, logits: Tensor) -> bool:
+        tokens.zero_()
+        logits.zero_()
+        return False
+
+    given = model.generate(
+        ids, **how, output_logits=True, logits_processor=in_place, stopping_criteria=looks
+    )
+    assert torch.equal(given.sequences[:, :5], ids)
+    assert bool((given.sequences[:, 5:] == 3).all())
+    whole = model(given.sequences)
+    for number, logits in enumerate(given.logits):
+        torch.testing.assert_close(logits, whole[:, 4 + number], atol=1e-4, rtol=1e-4)

@@ -4,8 +4,11 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import native
@@ -1401,3 +1404,103 @@ def test_the_unembedding_is_not_reached_without_logits() -> None:
         with pytest.raises(UnknownHookError, match=f"return_type={return_type!r}"):
             model.run_with_cache(native.tokens(), return_type=return_type, names_filter=names[0])
     model.run_with_cache(native.tokens(), names_filter=names[0])
+
+
+# --- what is attached is known at once ------------------------------------------------------------
+
+
+def twice(value: Tensor, hook: Any) -> Tensor:
+    return value * 2
+
+
+def test_points_hear_of_whatever_is_done_to_their_lists() -> None:
+    point, x = HookPoint(), torch.ones(2)
+    handle = point.add_hook(twice)
+    changes: list[Callable[[list[Any]], Any]] = [
+        lambda hooks: hooks.clear(),
+        lambda hooks: hooks.append(handle),
+        lambda hooks: hooks.pop(),
+        lambda hooks: hooks.extend([handle]),
+        lambda hooks: hooks.remove(handle),
+        lambda hooks: hooks.insert(0, handle),
+        lambda hooks: hooks.__delitem__(0),
+        lambda hooks: hooks.__iadd__([handle]),
+        lambda hooks: hooks.__setitem__(slice(None), []),
+    ]
+    for number, change in enumerate(changes):
+        change(point.fwd_hooks)
+        attached = number % 2 == 1
+        assert point.listened is attached
+        assert torch.equal(point(x), x * 2 if attached else x)
+    for hooks, attached in (([handle], True), ([], False), ([handle], True)):
+        point.fwd_hooks = hooks
+        assert point.listened is attached
+    handle.remove()  # also after its list was replaced
+    assert not point.listened
+    assert not point.fwd_hooks
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_what_a_copy_is_told_is_its_own(copied: Callable[[Any], Any]) -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    plain = model(ids)
+    model.add_hook("blocks.0.hook_mlp_out", twice)
+    other = copied(model)
+    assert torch.equal(other(ids), model(ids))
+    other.hook_dict["blocks.0.hook_mlp_out"].fwd_hooks[0].remove()
+    assert torch.equal(other(ids), plain)
+    assert not torch.equal(model(ids), plain)
+    handle = other.blocks[1].register_forward_hook(lambda module, args, out: out * 2)
+    assert not torch.equal(other(ids), plain)
+    handle.remove()
+    assert torch.equal(other(ids), plain)
+    assert not other.is_listened()
+
+
+def test_a_point_to_which_several_threads_attach_is_not_deaf_in_the_end() -> None:
+    point, before = HookPoint(), sys.getswitchinterval()
+    wrong = []
+
+    def attach_and_remove() -> None:
+        for _ in range(2000):
+            handle = point.add_hook(twice)
+            if not point.listened:
+                wrong.append(1)
+            handle.remove()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=attach_and_remove) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert not point.listened
+
+
+def test_hooks_are_set_aside_for_one_thread_alone() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    plain = model(ids)
+    model.add_hook("blocks.0.hook_mlp_out", twice)
+    edited = model(ids)
+    with ThreadPoolExecutor(1) as pool, model.hooks_set_aside():
+        assert torch.equal(model(ids), plain)
+        assert torch.equal(pool.submit(model, ids).result(), edited)
+        with model.hooks([("blocks.0.hook_mlp_out", twice)]):  # attached since then
+            assert torch.equal(model(ids), edited)
+    assert torch.equal(model(ids), edited)
+
+
+def test_levels_come_back_to_none_in_whatever_order_blocks_end() -> None:
+    """As those of several threads do."""
+    model = native.build("rotary")
+    blocks = [model.hooks([("hook_embed", twice)]) for _ in range(3)]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks:
+        block.__exit__(None, None, None)
+    assert model.context_level == 0
+    assert not model.is_listened()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import transformer_lens_lite
-from transformer_lens_lite import HookPoint, KeyValueCache
+from transformer_lens_lite import HookPoint, KeyValueCache, steps
 
 
 def interrupted_at(
@@ -108,3 +108,66 @@ def test_ctrl_c_before_any_call_leaves_no_hook(what: str) -> None:
         if not came:
             break
     assert call > 200
+
+
+class InterruptedAfter:
+    """A context variable during whose first `set` Ctrl-C comes."""
+
+    def __init__(self, variable: Any) -> None:
+        self.variable, self.armed = variable, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.variable, name)
+
+    def set(self, value: Any) -> None:
+        self.variable.set(value)
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_as_a_forward_begins_leaves_no_forward_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 3)
+    monkeypatch.setattr(steps, "_running", InterruptedAfter(steps._running))
+    with pytest.raises(KeyboardInterrupt):
+        model(ids)
+    assert steps.current_step() is None
+    _, cache = model.run_with_cache(ids)
+    assert cache["resid_post", 1].shape[:2] == (1, 3)
+
+
+def test_ctrl_c_before_any_line_leaves_an_edit_whole_or_undone() -> None:
+    """Of what lies in a shared prefix and in the tail at once."""
+    model, ids = loud.build("rotary"), loud.tokens(1, 9)
+    start = model.prefix(ids[:, :4])
+    done = set()
+    for line in itertools.count(1):
+        cache = start.branch(1)
+        with torch.no_grad():
+            model(ids[:, 4:7], past_kv_cache=cache)
+        came = interrupted_at(
+            line, "line", ("kv_cache.py",), lambda c=cache: c.edit(0, [1, 5], values=0.0)
+        )
+        edited = [bool((cache[0].past_values[:, pos] == 0).all()) for pos in (1, 5)]
+        assert edited[0] == edited[1]
+        done.add(edited[0])
+        if not came:
+            break
+    assert done == {False, True}
+
+
+def test_ctrl_c_before_any_line_leaves_all_layers_frozen_or_none() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(1, 4)
+    done = set()
+    for line in itertools.count(1):
+        cache = KeyValueCache.init_cache(model.cfg, "cpu")
+        with torch.no_grad():
+            model(ids, past_kv_cache=cache)
+        came = interrupted_at(line, "line", ("kv_cache.py",), cache.freeze)
+        (frozen,) = {cache.frozen, *(entry.frozen for entry in cache.entries)}
+        done.add(frozen)
+        if not came:
+            break
+    assert done == {False, True}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import transformer_lens_lite as tl
+from transformer_lens_lite import padding
 from transformer_lens_lite.components.attention import Attention, weighed_alone
 from transformer_lens_lite.kv_cache import FIRST_CAPACITY, KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
@@ -1276,3 +1277,97 @@ def test_values_that_do_not_fit_their_keys_are_refused_before_anything_is_writte
     assert entry.length == 0
     entry.append(keys, 2 * keys)
     assert torch.equal(entry.past_values, 2 * keys)
+
+
+# --- padding that grows along ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["standard", "rotary", "alibi", "window"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_ragged_rows_continued_one_by_one_equal_one_pass(kind: str, watched: bool) -> None:
+    """For more steps than there is room at first."""
+    model = loud.build(kind, n_ctx=160)
+    ids = loud.tokens(3, 110)
+    mask = torch.ones(3, 110, dtype=torch.long)
+    mask[0, :9], mask[1, :2] = 0, 0
+    whole = run(model, ids, attention_mask=mask)
+    cache = empty_cache(model, 3)
+    looks = [("blocks.0.attn.hook_pattern", lambda value, hook: None)] if watched else []
+    with model.hooks(looks):
+        parts = [run(model, ids[:, :12], attention_mask=mask[:, :12], past_kv_cache=cache)]
+        parts += [run(model, ids[:, i : i + 1], past_kv_cache=cache) for i in range(12, 110)]
+    real = mask.bool()
+    close(torch.cat(parts, 1)[real], whole[real])
+    assert torch.equal(cache.previous_attention_mask, mask)
+
+
+def test_what_padding_makes_is_made_once_and_not_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, made = loud.build("rotary"), []
+    monkeypatch.setattr(padding.Padding, "__init__", counting(padding.Padding.__init__, made))
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :3] = 0
+    how: dict[str, Any] = {"attention_mask": mask, "stop_at_eos": False, "verbose": False}
+    model.generate(loud.tokens(2, 6), 8, **how)
+    assert len(made) == 1
+
+
+def counting(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def counted(*args: Any) -> None:
+        calls.append(1)
+        function(*args)
+
+    return counted
+
+
+def test_a_mask_edited_between_two_steps_counts_as_it_is_then() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 9)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = empty_cache(model, 2)
+    run(model, ids[:, :6], attention_mask=mask, past_kv_cache=cache)
+    run(model, ids[:, 6:7], past_kv_cache=cache)
+    hidden = cache.clone()
+    hidden.previous_attention_mask = cache.previous_attention_mask.clone()
+    for one in (cache, hidden):  # in place here, and by a mask of its own there
+        one.previous_attention_mask[1, 3] = 0
+    again = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
+    again[1, 3] = 0
+    afresh = cache.clone()
+    afresh.previous_attention_mask = again
+    expected = run(model, ids[:, 7:8], past_kv_cache=afresh)
+    for one in (cache, hidden):
+        close(run(model, ids[:, 7:8], past_kv_cache=one), expected)
+
+
+def test_padding_of_inference_mode_does_not_reach_autograd() -> None:
+    model, ids = loud.build("standard"), loud.tokens(2, 8)
+    mask = torch.ones(2, 4, dtype=torch.long)
+    mask[0, :2] = 0
+    prefix = filled(model, ids[:, :4], frozen=True, attention_mask=mask)
+    with torch.inference_mode():
+        model(ids[:, 4:5], past_kv_cache=prefix)
+    model(ids[:, 4:5], past_kv_cache=prefix).sum().backward()
+    assert model.W_E.grad is not None
+
+
+def test_report_memory_that_runs_out_while_a_cache_grows_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = loud.build("rotary", n_ctx=160), loud.tokens(1, 80)
+    cache = filled(model, ids[:, :60])
+    made = []
+    allocate = Tensor.new_empty
+
+    def running_out(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        return allocate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "new_empty", running_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, ids[:, 60:], past_kv_cache=cache)
+    monkeypatch.undo()
+    close(run(model, ids[:, 60:], past_kv_cache=cache), run(model, ids)[:, 60:])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from transformer_lens_lite import fingerprint as fingerprints
 from transformer_lens_lite import prefixes as prefixes_module
+from transformer_lens_lite.hooks import Limits
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 from transformer_lens_lite.prefixes import PrefixCache
@@ -444,35 +445,19 @@ def test_a_prefix_refuses_hooks_that_would_have_acted_on_it(tmp_path: Path) -> N
                 model(new, past_kv_cache=loaded)
 
 
-class Limited:
-    """A handle as hooks with limits have them."""
-
-    def __init__(self, when: Any = "all", pos: Any = None) -> None:
-        self.when, self.pos = when, pos
-
-
-class From:
-    """Columns from one on."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def within(self, start: int, stop: int) -> slice | None:
-        return slice(self.first, stop) if self.first < stop else None
-
-
 @pytest.mark.parametrize(
     ("limits", "acts"),
     [
         ({}, True), ({"when": "prefill"}, True), ({"when": "decode"}, False), ({"when": 0}, True),
         ({"when": 2}, False), ({"when": [1, 2]}, False), ({"when": [0, 2]}, True),
         ({"when": slice(1, None)}, False), ({"when": slice(None)}, True),
-        ({"when": lambda step: False}, True), ({"pos": From(6)}, False), ({"pos": From(5)}, True),
-        ({"pos": From(5), "when": "decode"}, False),
+        ({"when": lambda step: False}, True), ({"pos": slice(6, None)}, False),
+        ({"pos": slice(5, None)}, True), ({"pos": slice(5, None), "when": "decode"}, False),
+        ({"call": 1}, True), ({"call": 2}, False),
     ],
 )  # fmt: skip
 def test_hooks_limited_to_what_follows_do_not_act_on_a_prefix(limits: Any, acts: bool) -> None:
-    assert fingerprints.acts_on(Limited(**limits), 6) == acts
+    assert fingerprints.acts_on(Limits(**limits), 6) == acts
 
 
 # --- PrefixCache ----------------------------------------------------------------------------------
@@ -809,14 +794,145 @@ def test_an_interrupt_while_a_cache_is_frozen_leaves_it_growing(
 
     monkeypatch.setattr(fingerprints, "weights_digest", interrupted)
     fingerprints.forget(model)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(
-            ids, 2, past_kv_cache=cache, return_cache="resid_post", stop_at_eos=False, verbose=False
-        )
-    assert not cache.frozen
+    # does not freeze it, which would read the weights
+    model.generate(
+        ids, 2, past_kv_cache=cache, return_cache="resid_post", stop_at_eos=False, verbose=False
+    )
     with pytest.raises(KeyboardInterrupt):
         cache.freeze()
     monkeypatch.undo()
     assert not cache.frozen
     assert not any(entry.frozen for entry in cache.entries)
     model(ids[:, :1], past_kv_cache=cache)
+
+
+# --- what a prefix was made by, after it was cut, continued or looked at --------------------------
+
+
+def test_a_cropped_prefix_is_that_of_its_own_columns() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 10)
+
+    def louder(value: Tensor, hook: Any) -> Tensor:
+        return value * 1.5
+
+    point = "blocks.0.hook_resid_post"
+    cropped = model.prefix(ids).crop(5)
+    with model.hooks([(point, louder)], pos=slice(5, None)):
+        expected = model(ids)[:, 5:]
+        torch.testing.assert_close(model(ids[:, 5:], past_kv_cache=cropped), expected)
+    with (
+        model.hooks([(point, louder)], pos=4, on_zero_fire="ignore"),
+        pytest.raises(ValueError, match="its 5 positions"),
+    ):
+        model(ids[:, 5:], past_kv_cache=cropped)
+    with model.hooks([(point, louder)], pos=slice(7, None)):
+        late = model.prefix(ids)  # computed under it: it is to be there for what follows
+        with_it = late.crop(9)
+    with pytest.raises(ValueError, match="is not there now"):
+        model(ids[:, 9:], past_kv_cache=with_it)
+    early = late.crop(6)  # it had no part in these
+    torch.testing.assert_close(model(ids[:, 6:], past_kv_cache=early), model(ids)[:, 6:])
+
+
+@pytest.mark.parametrize("how", ["branch", "unfrozen"])
+def test_what_two_versions_of_the_weights_have_filled_is_refused_by_both(how: str) -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 9)
+    start = model.prefix(ids[:, :4])
+    if how == "branch":
+        cache = start.branch(1)
+    else:
+        cache = start
+        cache.unfreeze()
+    model(ids[:, 4:5], past_kv_cache=cache)
+    before = model.blocks[1].mlp.W_out.detach().clone()
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out.mul_(2)
+    model(ids[:, 5:6], past_kv_cache=cache)
+    cache.freeze()
+    with pytest.raises(ValueError, match="filled by another model"):
+        model(ids[:, 6:], past_kv_cache=cache)
+    with torch.no_grad():
+        model.blocks[1].mlp.W_out.copy_(before)
+    with pytest.raises(ValueError, match="filled by another model"):
+        model(ids[:, 6:], past_kv_cache=cache)
+
+
+def test_what_one_model_has_filled_in_two_goes_is_its_own() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 9)
+    branch = model.prefix(ids[:, :4]).branch(1)
+    model(ids[:, 4:6], past_kv_cache=branch)
+    branch.freeze()
+    torch.testing.assert_close(model(ids[:, 6:], past_kv_cache=branch), model(ids)[:, 6:])
+
+
+def test_an_unchecked_view_grows_by_itself() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 9)
+    start = model.prefix(ids[:, :5])
+    views = [start.unchecked(), start.unchecked()]
+    for view, piece in zip(views, (ids[:, 5:7], ids[:, 7:9]), strict=True):
+        view.unfreeze()
+        model(piece, past_kv_cache=view)
+    assert start.frozen
+    assert [start.length, *(view.length for view in views)] == [5, 7, 7]
+    whole = model(torch.cat((ids[:, :7], ids[:, :1]), 1))
+    torch.testing.assert_close(model(ids[:, :1], past_kv_cache=views[0]), whole[:, -1:])
+
+
+def test_a_captured_generation_leaves_a_growing_cache_as_any_other_does() -> None:
+    model, other, ids = native.build("rotary"), native.build("rotary", seed=3), native.tokens(2, 6)
+    caches = [KeyValueCache.init_cache(model.cfg, "cpu", 2, max_len=7) for _ in range(2)]
+    how: dict[str, Any] = {"stop_at_eos": False, "verbose": False, "do_sample": False}
+    plain = model.generate(ids, 2, past_kv_cache=caches[0], **how)
+    # the last token is run, but not stored: seven positions are room enough
+    out, kept = model.generate(ids, 2, past_kv_cache=caches[1], return_cache="resid_post", **how)
+    assert torch.equal(out, plain)
+    assert kept["resid_post", 0].shape[1] == 8
+    for cache in caches:
+        assert (cache.length, cache.frozen, cache.origin is None) == (7, False, False)
+        cache.entries[0].max_len = cache.entries[1].max_len = 20
+        other(ids[:, :1], past_kv_cache=cache)
+    for one, two in zip(caches[0].entries, caches[1].entries, strict=True):
+        assert torch.equal(one.past_keys, two.past_keys)
+
+
+def test_parts_that_compute_something_else_are_other_models() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 6)
+    start = model.prefix(ids[:, :4])
+    mlp = model.blocks[0].mlp
+    before = mlp.act_fn
+    for other in (torch.tanh, lambda x: x.tanh()):
+        mlp.act_fn = other
+        with pytest.raises(ValueError, match="weights or parts"):
+            model(ids[:, 4:], past_kv_cache=start)
+    mlp.act_fn = before
+    model(ids[:, 4:], past_kv_cache=start)
+    model.blocks[0].mlp = torch.nn.Sequential(mlp, torch.nn.Identity())
+    model.setup()
+    inside = model.prefix(ids[:, :4])
+    model.blocks[0].mlp = torch.nn.Sequential(mlp, torch.nn.Tanh())
+    model.setup()
+    with pytest.raises(ValueError, match="weights or parts"):
+        model(ids[:, 4:], past_kv_cache=inside)
+
+
+def test_hooks_of_the_model_itself_are_hooks_too() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 6)
+    start = model.prefix(ids[:, :4])
+    handle = model.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(ValueError, match="was not there"):
+        model(ids[:, 4:], past_kv_cache=start)
+    handle.remove()
+    model(ids[:, 4:], past_kv_cache=start)
+
+
+def test_keys_kept_for_every_query_head_are_taken_once_per_group() -> None:
+    """As Falcon's newer decoder keeps them in a Hugging Face cache."""
+    from transformers import DynamicCache
+
+    model, ids = loud.build("rotary_gqa"), loud.tokens(2, 6)
+    times = model.cfg.n_heads // model.cfg.n_key_value_heads
+    theirs = DynamicCache()
+    for i, layer in enumerate(model.prefix(ids[:, :4]).to_hf().layers):
+        theirs.update(*(t.repeat_interleave(times, 1) for t in (layer.keys, layer.values)), i)
+    cache = KeyValueCache.from_hf(theirs, model.cfg)
+    torch.testing.assert_close(model(ids[:, 4:], past_kv_cache=cache), model(ids)[:, 4:])

@@ -61,6 +61,7 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         self._record = Recording(dict(cache_dict), has_batch_dim=has_batch_dim)
         self._recorder: Recorder | None = None  # while there may be more to come
         self._seen = -1
+        self._unread: Recorder | None = None  # of which the recording is to be made once
         self._spans: dict[str, Span] = {}
         self._points: dict[str, str] = {}  # other names of the values, when the model is gone
 
@@ -72,10 +73,17 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         return cache
 
     @classmethod
-    def of_one_run(cls, recorder: Recorder) -> "ActivationCache":
+    def of_one_run(cls, recorder: Recorder, late: bool = False) -> "ActivationCache":
         """What a recorder kept of a generation, or of the one forward it was there for; it will see
-        no more."""
-        return cls.of_recording(recorder.first(), recorder.model)
+        no more.
+
+        late: put it together when it is first read.
+        """
+        if not late:
+            return cls.of_recording(recorder.first(), recorder.model)
+        cache = cls({}, recorder.model)
+        cache._unread = recorder
+        return cache
 
     @classmethod
     def of_recording(
@@ -133,6 +141,8 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         self._recording().has_batch_dim = has_batch_dim
 
     def _recording(self) -> Recording:
+        if self._unread is not None:
+            self._record, self._unread = self._unread.first(), None
         recorder = self._recorder
         if recorder is not None and recorder.version != self._seen:
             if len(recorder.runs) > 1:

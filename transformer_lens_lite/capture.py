@@ -77,7 +77,7 @@ class CaptureSpec:
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
         ):
             raise ValueError(f"dtype must be a floating torch dtype, got {self.dtype!r}")
-        if self.max_bytes is not None and not isinstance(self.max_bytes, int):
+        if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
             raise ValueError(f"max_bytes must be a number of bytes, got {self.max_bytes!r}")
         if self.clone not in (True, False, "auto"):
             raise ValueError(f"clone must be True, False or 'auto', got {self.clone!r}")
@@ -278,7 +278,9 @@ class Run:
         last = self.last
         if last is None or step.sequence is None or step.sequence is not last.sequence:
             return False
-        grows = step.start in (0, last.stop) and step.stop > last.stop
+        # a generation may run all of it again; a cache that is at its start again lost a forward
+        again = step.start == 0 and step.expected_stop is not None
+        grows = step.stop > last.stop and (again or step.start == last.stop)
         return grows and step.batch == last.batch
 
     def recording(self) -> Recording:
@@ -633,7 +635,7 @@ class Recorder:
     def part_from(self, given: Any) -> None:
         """Copy what shares memory with inputs and outputs of a forward, nested in any way: their
         owner is free to edit them."""
-        if self.spec.clone is False or not self.runs:
+        if self.spec.clone is False or not self.runs or get_ident() != self._thread:
             return
         given_away = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(given)}
         for series in self.run.series.values():
@@ -759,10 +761,15 @@ def bytes_of(
         forwards = [each for number, each in enumerate(forwards) if steps.has(number)]
     columns = sum(last - first for first, last in forwards)
     chosen = None if spec.pos_slice is None else Columns(spec.pos_slice)
+    if chosen is not None:
+        forwards = [each for each in forwards if chosen.count(*each)]
     kept = columns if chosen is None else sum(chosen.count(*each) for each in forwards)
+    # a buffer that goes on has room for all keys; otherwise there are those seen last
+    seen = forwards[-1][1] if forwards else 0
+    n_keys = stop if len(forwards) > 1 and Steps(spec.steps).go_on else seen
     total = 0.0
     for size in sizes:
-        keys = 1.0 if size.axes.unseen is None else stop / MEASURED_ON
+        keys = 1.0 if size.axes.unseen is None else n_keys / MEASURED_ON
         n_columns = columns if size.axes.pos is None else kept
         total += size.nbytes * batch * n_columns / MEASURED_ON * keys
     return round(total) * (2 if spec.incl_bwd else 1)

@@ -58,7 +58,7 @@ def met(
     logits: Float[Tensor, "batch d_vocab_out"],
 ) -> Bool[Tensor, "*batch"]:
     """Where a caller's criterion says stop: everywhere, nowhere, or [batch]; else ValueError."""
-    result = criterion(tokens, logits)
+    result = criterion(tokens.clone(), logits.clone())  # it may edit what it gets
     if isinstance(result, bool):
         result = torch.tensor(result)
     rows = len(tokens)
@@ -227,14 +227,9 @@ class Generation:
     def feed_last(self) -> None:
         """Run the newest token too, for those who listen; a cache that others see stays as it is.
         To be called in the mode `mode`."""
-        if self.cache is None or self.own_cache:
-            self._next_logits()
-            return
-        try:
-            self.cache.freeze()
-            self._next_logits()
-        finally:
-            self.cache.unfreeze()
+        if self.cache is not None and not self.own_cache:
+            self.cache = self.cache.reading()
+        self._next_logits()
 
     # -- what a `StepContext` says --
 

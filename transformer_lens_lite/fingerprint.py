@@ -9,12 +9,14 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 # fields of a config that change no activation
 NO_MATTER = frozenset({
@@ -26,9 +28,11 @@ NO_MATTER = frozenset({
 })  # fmt: skip
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**16  # elements hashed by one product: they stay in a core's cache
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+SEVERAL = "of several models or versions"
 WITHOUT_CHECK = "Fill it anew, or use cache.unchecked() to go without this check"
 
-WeightsVersion = tuple[tuple[int, Any, int, int] | tuple[int, int], ...]
+WeightsVersion = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Fingerprint:
 
     config: dict[str, Any]
     weights: str
+
+    def beside(self, other: "Fingerprint") -> "Fingerprint":
+        """Of what both have filled: itself, or one that fits no model."""
+        return self if self == other else Fingerprint(self.config, SEVERAL)
 
     def check(self, model: Any) -> None:
         """ValueError unless the model is of this config and these weights, saying what differs."""
@@ -99,12 +107,13 @@ def weights_version(model: Any) -> WeightsVersion:
     while waiting:  # model.parameters() makes names too, which is most of its time
         module = waiting.pop()
         waiting += [child for child in module._modules.values() if child is not None]
-        own = module.__dict__.get("forward")
-        if own is not None or not is_ours(type(module)):
-            version.append((id(module), id(own)))
+        own = module.__dict__
+        # by references, which die with what they are to: addresses are given out again
+        functions = [weakref.ref(own[name]) for name in ("forward", "act_fn") if name in own]
+        if functions or not is_ours(type(module)):
+            version.append((weakref.ref(module), *functions))
         for p in module._parameters.values():
             if p is not None:
-                # the memory by a reference, which dies with it: addresses are given out again
                 memory = weakref.ref(p.untyped_storage())
                 n_edits = 0 if p.is_inference() else p._version
                 version.append((id(p), memory, p.data_ptr(), n_edits))
@@ -128,23 +137,27 @@ def weights_digest(model: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def is_ours(kind: type) -> bool:
-    """Whether a class of modules is of this library, or of torch."""
-    return kind.__module__.startswith(("transformer_lens_lite.", "torch."))
+def is_ours(thing: Any) -> bool:
+    """Whether a class or a function is what this library builds models of, or torch's container of
+    them."""
+    where = getattr(thing, "__module__", None) or ""
+    return thing is nn.ModuleList or where.startswith("transformer_lens_lite.")
 
 
 def foreign_parts(model: Any) -> list[str]:
     """What computes in a model beside its own parts: modules of other classes, and functions in
-    place of a `forward`, by where they are defined."""
+    place of a `forward` or another attribute, by where they are defined."""
     parts = []
     for name, module in model.named_modules():
-        kind, own = type(module), module.__dict__.get("forward")
+        kind = type(module)
         if not is_ours(kind):
             parts.append(f"{name} is {kind.__module__}.{kind.__qualname__}")
-        if own is not None:
-            code = getattr(own, "__code__", None)
-            line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-            parts.append(f"{name} runs {getattr(own, '__qualname__', type(own))} {line}")
+        for attribute, value in module.__dict__.items():
+            if isinstance(value, FUNCTIONS) and not is_ours(value):
+                code = getattr(value, "__code__", None)
+                line = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+                called = getattr(value, "__qualname__", type(value))
+                parts.append(f"{name}.{attribute} is {called} {line}")
     return parts
 
 
@@ -187,7 +200,7 @@ class Filling:
             return None
         mine = fingerprint(model)
         mixed = self.is_mixed or self.version != weights_version(model)
-        return Fingerprint(mine.config, "of several models or versions") if mixed else mine
+        return Fingerprint(mine.config, SEVERAL) if mixed else mine
 
 
 # --- hooks ----------------------------------------------------------------------------------------
@@ -219,6 +232,14 @@ class EditingHooks:
         lasting = [hook for each in several for hook in each.lasting]
         return cls(max(each.length for each in several), common, lasting)
 
+    def of_first(self, length: int) -> "EditingHooks":
+        """Those of the first `length` columns alone."""
+        hooks, lasting = (
+            [(name, hook.of_first(length)) for name, hook in each if acts_on(hook.where, length)]
+            for each in (self.hooks, self.lasting)
+        )
+        return EditingHooks(length, hooks, [each for each in lasting if each[1].lasts])
+
     def check(self, model: Any) -> None:
         """ValueError when the model now has others, which would have acted on the prefix too, or
         lacks some, which would act on what follows."""
@@ -248,12 +269,24 @@ class EditingHooks:
         return {"length": self.length, "hooks": [], "lasting": []}
 
 
-class Limited(NamedTuple):
+@dataclass(frozen=True)
+class Limited:
     """A hook, where it acts, and whether that is behind the prefix too."""
 
     function: Any
     limits: str = ""
     lasts: bool = True
+    where: Any = field(default=None, compare=False)  # the Limits themselves; None: everywhere
+
+    @classmethod
+    def by(cls, handle: Any, length: int) -> "Limited":
+        """What a handle attaches, for a prefix of `length` columns."""
+        limits = handle.limits
+        return cls(handle.user_hook, repr(limits), acts_behind(limits, length), limits)
+
+    def of_first(self, length: int) -> "Limited":
+        """The same, for another length."""
+        return replace(self, lasts=acts_behind(self.where, length))
 
     @property
     def called(self) -> str:
@@ -270,19 +303,22 @@ def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Limited]]:
         for hook in (*point._forward_pre_hooks.values(), *point._forward_hooks.values()):
             yield name, Limited(hook)
         for handle in point.fwd_hooks:
-            if not handle.is_listener and acts_on(handle, length):
-                lasts = acts_behind(handle, length)
-                yield name, Limited(handle.user_hook, repr(handle.limits), lasts)
-    for name, module in model.mod_dict.items():
+            if not handle.is_listener and acts_on(handle.limits, length):
+                yield name, Limited.by(handle, length)
+    for name, module in (("", model), *model.mod_dict.items()):
         if name not in model.hook_dict:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 if not getattr(hook, "is_listener", False):
                     yield name, Limited(hook)
 
 
-def acts_on(handle: Any, length: int) -> bool:
-    """Whether a hook's limits let it act in a prefill of `length` columns; when in doubt, yes."""
-    when, columns = handle.when, handle.pos
+def acts_on(limits: Any, length: int) -> bool:
+    """Whether limits let a hook act in a prefill of `length` columns; when in doubt, yes."""
+    if limits is None:
+        return True
+    if limits.call is not None and limits.call > 1:
+        return False
+    when, columns = limits.steps.when, limits.columns
     if columns is not None and columns.within(0, length) is None:
         return False
     if isinstance(when, int):
@@ -292,10 +328,11 @@ def acts_on(handle: Any, length: int) -> bool:
     return 0 in when if isinstance(when, list | range) else when != "decode"
 
 
-def acts_behind(handle: Any, length: int) -> bool:
-    """Whether a hook's limits let it act after a prefill of `length` columns; when in doubt,
-    yes."""
-    when, columns = handle.when, handle.pos
+def acts_behind(limits: Any, length: int) -> bool:
+    """Whether limits let a hook act after a prefill of `length` columns; when in doubt, yes."""
+    if limits is None:
+        return True
+    when, columns = limits.steps.when, limits.columns
     if columns is not None and columns.within(length, sys.maxsize) is None:
         return False
     if isinstance(when, int):

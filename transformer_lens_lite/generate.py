@@ -296,7 +296,8 @@ def check_fits(
     them."""
     batch, length = prompt.shape[:2]
     fed = length + max(new - (not feeds_last), 0)
-    past = model._past_length(cache, range(model.cfg.n_layers), batch, fed)
+    stored = length + max(new - 1, 0)  # a given cache is not fed the last one
+    past = model._past_length(cache, range(model.cfg.n_layers), batch, stored)
     joined = model._joined_mask(mask, batch, length, past, cache)
     if joined is not None:
         refuse_padding_at_the_end(joined[:, -1].bool())
@@ -433,7 +434,8 @@ def listening(recorder: Recorder | None) -> Iterator[None]:
         with recorder.listening():
             yield
     except BaseException as error:
-        error.captured = ActivationCache.of_one_run(recorder)  # type: ignore[attr-defined]
+        # not put together yet: that takes memory, and there may be none
+        error.captured = ActivationCache.of_one_run(recorder, late=True)  # type: ignore[attr-defined]
         raise
 
 

@@ -11,6 +11,7 @@ gradient, a 1-tuple of one, or None.
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -31,6 +32,10 @@ from transformer_lens_lite.watched import Attributes, TellingDict, TellingList
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
 Both = Literal["fwd", "bwd", "both"]
+
+
+# Handles that this thread does not call for now.
+set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
 
 
 class Component(nn.Module):
@@ -417,11 +422,13 @@ class HookPoint(Component):
     def _visit(self, x: Tensor) -> Tensor:
         if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
+        aside = set_aside.get()
         for handle in tuple(self.fwd_hooks):
-            x = handle.run(x, self)
+            if handle not in aside:
+                x = handle.run(x, self)
         if self.bwd_hooks and x.requires_grad:
             x = x.view_as(x)  # a node of our own: the gradient seen is that of this point's readers
-            handles = tuple(self.bwd_hooks)
+            handles = tuple(handle for handle in self.bwd_hooks if handle not in aside)
             x.register_hook(partial(self._visit_gradient, current_step(), handles))
         return x
 

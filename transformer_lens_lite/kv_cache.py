@@ -253,11 +253,12 @@ class KeyValueCacheEntry:
         if needed <= capacity and not self._keys.requires_grad and not stale:
             return
         capacity = max(needed, capacity if needed <= capacity else 2 * capacity, FIRST_CAPACITY)
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
+        larger = []
+        for old in (self._keys, self._values):
             new = old.new_empty(*old.shape[:2], self.max_len or capacity, old.shape[3])
             new[:, :, : self._length] = old[:, :, : self._length].detach()
-            setattr(self, name, new)
+            larger.append(new)
+        self._keys, self._values = larger  # both at once: memory may run out before the second
 
     def check_kind(self, keys: NewKeys) -> None:
         """Raise ValueError unless these keys are of the shape, dtype and device stored here."""
@@ -316,9 +317,10 @@ class KeyValueCacheEntry:
                 )
                 segment = (changed_keys, changed_values)
             edited.append(segment)
-        if len(edited) > len(self.prefix):
-            self._keys, self._values = edited.pop()
-        self.prefix = tuple(edited)
+        has_tail = len(edited) > len(self.prefix)
+        keys, values = edited.pop() if has_tail else (self._keys, self._values)
+        # together: an interrupt in between would leave half of the edit
+        self._keys, self._values, self.prefix = keys, values, tuple(edited)
 
     def _written(
         self, name: str, given: Any, stored: StoredKeys, n_pos: int
@@ -381,6 +383,15 @@ class KeyValueCacheEntry:
         d_value = self._values.shape[3]
         new = KeyValueCacheEntry(shape, self._keys.dtype, self._keys.device, max_len, d_value)
         new.prefix = tuple((k.detach(), v.detach()) for k, v in self.segments if k.shape[2])
+        return new
+
+    def reading(self) -> "KeyValueCacheEntry":
+        """A frozen entry of what is stored, in the same memory: without the room, in which this one
+        goes on."""
+        new = copy.copy(self)
+        new._joined_with_graph = None
+        new._keys, new._values = (t[:, :, : self._length] for t in (self._keys, self._values))
+        new.frozen = True
         return new
 
     def replaced(self, keys: StoredKeys, values: StoredValues) -> "KeyValueCacheEntry":
@@ -584,9 +595,12 @@ class KeyValueCache:
     @property
     def origin(self) -> Fingerprint | None:
         """The model that filled this cache. None: nobody has, it is gone, or it is not asked."""
-        if self._origin is None and self._filling is not None:
-            return self._filling.fingerprint()
-        return self._origin
+        if self._filling is None:
+            return self._origin
+        grown = self._filling.fingerprint()
+        if self._origin is None or grown is None:
+            return grown or self._origin
+        return grown.beside(self._origin)
 
     def check_model(self, model: Any) -> None:
         """ValueError when a frozen or loaded cache, or a branch of one, was filled by another
@@ -596,14 +610,17 @@ class KeyValueCache:
         """
         if not self._is_checked or torch.compiler.is_compiling():
             return
-        if self._origin is not None:
-            if self.frozen or self._trusted is None or self._trusted() is not model:
-                self._origin.check(model)
-                if self._hooks is not None:
-                    self._hooks.check(model)
-                self._trusted = weakref.ref(model)
-        elif self._filling is None or not self.length:
-            self._filling = None if self.length else Filling.by(model)
+        is_trusted = not self.frozen and self._trusted is not None and self._trusted() is model
+        if self._origin is not None and not is_trusted:
+            self._origin.check(model)
+            if self._hooks is not None:
+                self._hooks.check(model)
+            self._trusted = weakref.ref(model)
+        if self.frozen:
+            return
+        if self._filling is None or not self.length:
+            is_known = self._origin is not None or not self.length
+            self._filling = Filling.by(model) if is_known else None
         elif self._filling.model() is not model:
             self._filling = replace(self._filling, is_mixed=True)
 
@@ -614,8 +631,15 @@ class KeyValueCache:
 
     def unchecked(self) -> "KeyValueCache":
         """This cache, in the same memory, for any model whose sizes fit."""
-        view = copy.copy(self)
+        view = self.reading() if self.frozen else copy.copy(self)
         view._is_checked = False
+        return view
+
+    def reading(self) -> "KeyValueCache":
+        """A frozen cache of what is stored now, in the same memory."""
+        view = copy.copy(self)
+        view.entries = [entry.reading() for entry in self.entries]
+        view.frozen = True
         return view
 
     # -- editing at rest --
@@ -655,7 +679,16 @@ class KeyValueCache:
 
     def _set_frozen(self, frozen: bool) -> None:
         if frozen:
-            self._origin = self.origin  # takes a while: an interrupt here changes nothing
+            # takes a while: an interrupt here changes nothing
+            self._origin, self._filling = self.origin, None
+        try:
+            self._mark(frozen)
+        except BaseException:  # Ctrl-C between two layers: they are all frozen, or none is
+            self._mark(frozen)
+            raise
+
+    def _mark(self, frozen: bool) -> None:
+        """May be run twice."""
         for entry in self.entries:
             entry.frozen = frozen
             if frozen:  # a prefix is data: graphs that made it are not kept alive through it
@@ -670,7 +703,9 @@ class KeyValueCache:
         """A copy of the first `length` positions. ValueError when there are fewer."""
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a cache of {self.length} positions to {length}")
-        return self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
+        new = self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
+        new._hooks = None if self._hooks is None else self._hooks.of_first(length)
+        return new
 
     def expand(self, batch_size: int) -> "KeyValueCache":
         """A copy with every row repeated so that there are `batch_size` rows (a multiple of the

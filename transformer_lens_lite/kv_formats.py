@@ -93,6 +93,11 @@ def layers_of_hf(
                 "window only. Fill a DynamicCache() made without config=: it keeps everything"
             )
         attention = spec.attention
+        n_kv_heads = attention.n_kv_heads
+        if keys.shape[1] == attention.n_heads > n_kv_heads and all(
+            alike_in_groups(t, n_kv_heads) for t in (keys, values)
+        ):  # as Falcon keeps them
+            keys, values = (grouped(t, n_kv_heads) for t in (keys, values))
         expected = (attention.n_kv_heads, attention.d_head, attention.d_value)
         got = (keys.shape[1], keys.shape[3], values.shape[3])
         if got != expected:
@@ -110,13 +115,18 @@ def grouped(
 ) -> Float[Tensor, "batch kv_head pos _"]:
     """One of each group's keys or values, which are the same while a model is ungrouped. ValueError
     where an edit has made them different."""
-    by_group = stored.unflatten(1, (n_kv_heads, -1))
-    if not bool((by_group == by_group[:, :, :1]).all()):
+    if not alike_in_groups(stored, n_kv_heads):
         raise ValueError(
             "the query heads of a group have different keys or values here (of an ungrouped model, "
             "edited): Hugging Face's cache has one for all of them"
         )
-    return by_group[:, :, 0]
+    return stored.unflatten(1, (n_kv_heads, -1))[:, :, 0]
+
+
+def alike_in_groups(stored: Float[Tensor, "batch head pos _"], n_kv_heads: int) -> bool:
+    """Whether the heads of each group have the same keys or values."""
+    by_group = stored.unflatten(1, (n_kv_heads, -1))
+    return bool((by_group == by_group[:, :, :1]).all())
 
 
 def as_mask(mask: Any) -> Int[Tensor, "..."]:

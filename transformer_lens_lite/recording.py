@@ -209,7 +209,9 @@ class Recording:
         keys = shown.nonzero().flatten()
         for name, value in cut.values.items():
             if name in cut.axes and cut.axes[name].unseen is not None:
-                value = value.index_select(-1, keys.to(value.device))
+                # the last forward may have broken off before it came here: there are fewer
+                there = keys[keys < value.shape[-1]]
+                value = value.index_select(-1, there.to(value.device))
             cut.values[name] = value.clone()
         before = [0, *shown.cumsum(0).tolist()]  # where each column comes to stand
         own = one.columns[real].tolist()

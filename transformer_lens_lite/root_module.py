@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from transformer_lens_lite.hooks import (
     LensHandle,
     Limits,
     check_hook,
+    set_aside,
 )
 from transformer_lens_lite.nearest import closest, names_the_nearest, refuse_unknown
 from transformer_lens_lite.steps import Pos, When
@@ -36,6 +38,7 @@ from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_n
 NamesFilter = str | Callable[[str], bool] | Iterable[Any] | None
 HookName = str | tuple[Any, ...] | Callable[[str], bool]
 NamedHooks = Iterable[tuple[HookName, HookFunction]]
+LEVELS = Lock()  # of `context_level`s
 ON_ZERO_FIRE = ("warn", "error", "ignore")
 ONE_CALL = re.compile(r"(.+):(\d+)")
 
@@ -354,18 +357,24 @@ class HookedRootModule(Component):
         is_permanent: bool = False,
     ) -> Iterator[list[LensHandle]]:
         """Attach functions that were checked to names that exist."""
-        outside = self.context_level
         handles: list[LensHandle] = []
+        entered = [0]  # levels
+
+        def move(by: int) -> None:
+            with LEVELS:  # blocks of several threads may end in any order
+                if entered[0] + by in (0, 1):
+                    self.__dict__["context_level"] += by
+                    entered[0] += by
 
         def leave() -> None:
-            self.context_level = outside
+            move(-1)
             for handle in handles if reset_hooks_end else ():
                 handle.remove()
             if clear_contexts:
                 self.clear_contexts()
 
         try:
-            self.context_level = outside + 1
+            move(1)
             for name, hook, direction, limits in wanted:
                 point, level = self.hook_dict[name], self.context_level
                 handle = LensHandle(point, hook, direction, is_permanent, level, limits=limits)
@@ -406,23 +415,14 @@ class HookedRootModule(Component):
 
     @contextmanager
     def hooks_set_aside(self) -> Iterator[None]:
-        """Nothing is attached to any hook point inside the block."""
-        attached = [(point, point.fwd_hooks, point.bwd_hooks) for point in self.hook_points()]
-
-        def give_back() -> None:
-            for point, forward, backward in attached:
-                point.fwd_hooks, point.bwd_hooks = forward, backward
-
+        """What is attached to hook points now is not called inside the block, in this thread."""
+        attached = (h for point in self.hook_points() for h in point.fwd_hooks + point.bwd_hooks)
+        before = set_aside.get()
         try:
-            for point, _, _ in attached:
-                point.fwd_hooks, point.bwd_hooks = [], []
+            set_aside.set(before.union(attached))
             yield
         finally:
-            try:
-                give_back()
-            except BaseException:  # Ctrl-C, as above
-                give_back()
-                raise
+            set_aside.set(before)
 
     def is_listened(self) -> bool:
         """Whether any function is attached anywhere in the model."""

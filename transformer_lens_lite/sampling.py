@@ -153,7 +153,7 @@ def ban_tokens(logits: Logits, ids: tuple[int, ...]) -> Logits:
 
 def processed_by(processor: Processor, tokens: Tokens, logits: Logits) -> Logits:
     """What a caller's processor makes of the logits. ValueError unless that is logits again."""
-    result: Any = processor(tokens, logits)
+    result: Any = processor(tokens.clone(), logits.clone())  # it may edit what it gets
     if isinstance(result, Tensor) and result.shape == logits.shape and result.is_floating_point():
         return result
     got = (

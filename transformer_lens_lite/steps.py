@@ -115,8 +115,14 @@ class running:
 
     def __enter__(self) -> None:
         # nobody can listen inside a compiled graph, and it could not hold a context variable
-        if not torch.compiler.is_compiling():
-            self._token = _running.set(self)
+        if torch.compiler.is_compiling():
+            return
+        self._around = _running.get()
+        try:
+            _running.set(self)
+        except BaseException:  # Ctrl-C that comes when it is set: nobody would leave the block
+            _running.set(self._around)
+            raise
 
     def __exit__(
         self,
@@ -125,15 +131,14 @@ class running:
         trace: TracebackType | None,
     ) -> None:
         if not torch.compiler.is_compiling():
-            _running.reset(self._token)
+            _running.set(self._around)
 
     @property
     def step(self) -> StepContext:
         """What is running."""
         if not isinstance(self._step, StepContext):
             self._step = self._step()
-            around = self._token.old_value
-            self._step.outer = around.step if isinstance(around, running) else None
+            self._step.outer = None if self._around is None else self._around.step
         return self._step
 
 

@@ -102,6 +102,10 @@ class TellingDict(OrderedDict[Any, Any], Telling):
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[Any, Any]]]:
         return OrderedDict, (dict(self),)
 
+    def copy(self) -> "OrderedDict[Any, Any]":  # type: ignore[override]
+        """One that tells nobody."""
+        return OrderedDict(self)
+
 
 for kind, names in (
     (TellingList, "append extend insert remove pop clear __setitem__ __delitem__ __iadd__"),
