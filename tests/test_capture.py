@@ -1143,6 +1143,7 @@ def test_D6_a_saved_cache_is_the_same_cache(tmp_path: Any) -> None:
     assert torch.equal(again.step(2)["pattern", 1], cache.step(2)["pattern", 1])
     assert again.spans == cache.spans
     assert torch.equal(again["resid_post", -1], cache["resid_post", 2])
+    assert torch.equal(again.blocks[1].mlp.output, cache["mlp_out", 1])  # without the model
     whole = (tmp_path / "cache.safetensors").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "other").write_bytes(b"not at all")

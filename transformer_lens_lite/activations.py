@@ -101,7 +101,8 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
         self._save(path)
 
     def _save(self, path: str | PathLike[str], **about: Any) -> None:
-        about = {"spans": self._spans, "n_layers": self._n_layers, **about}
+        own = {"spans": self._spans, "n_layers": self._n_layers, "points": self._kept_points()}
+        about = {**own, **about}
         save_recording(self._recording(), Path(path), about)
 
     @classmethod
@@ -115,6 +116,7 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
     def _load(cls, path: str | PathLike[str]) -> tuple["ActivationCache", dict[str, Any]]:
         record, about = load_recording(Path(path))
         cache = cls.of_recording(record, n_layers=about["n_layers"])
+        cache._points = about.get("points", {})
         for name, span in about["spans"].items():
             is_pair = isinstance(span[0], int)
             cache._spans[name] = tuple(span) if is_pair else [tuple(each) for each in span]
@@ -198,8 +200,13 @@ class ActivationCache(ResidualDecomposition, Mapping[str, Tensor]):
             "_model": None,
             "_recorder": None,
             "_record": packed(record),
-            "_points": {p: name for p, name in self._point_names().items() if name in record.calls},
+            "_points": self._kept_points(),
         }
+
+    def _kept_points(self) -> dict[str, str]:
+        """Other names of what is kept: those of modules of ours and of Hugging Face's."""
+        kept = self._recording().calls
+        return {path: name for path, name in self._point_names().items() if name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_record": unpacked(state["_record"])})
