@@ -273,8 +273,9 @@ def largest(logits: Logits) -> Int[Tensor, " batch"]:
     """
     values, tokens = logits.max(-1)  # NaN counts as the largest; -inf is when nothing is left
     if logits.device.type == "cpu":
-        rows = [row for row, value in enumerate(values.tolist()) if not math.isfinite(value)]
-        if rows:
+        found = values.tolist()
+        if not all(map(math.isfinite, found)):
+            rows = [row for row, value in enumerate(found) if not math.isfinite(value)]
             raise ValueError(f"logits are NaN, +inf or all -inf in batch row(s) {rows}")
     return tokens
 

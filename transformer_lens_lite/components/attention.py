@@ -74,7 +74,7 @@ class Attention(Component):
         self.W_names = ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V")
         self.b_names = ("b_Q", f"{self.prefix}b_K", f"{self.prefix}b_V")
         self._make_projections()
-        self.joined = JoinedProjection()
+        self.joined = JoinedProjection(self.W_names, self.b_names)
         self.W_O = out_projection(n, spec.d_value, spec.d_model)
         self.b_O = nn.Parameter(torch.zeros(spec.d_model))
         if spec.sinks:
@@ -123,7 +123,7 @@ class Attention(Component):
                 parameter.data = matmul_ready(parameter.data)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
-        self.joined = JoinedProjection()  # do not keep the memory the parameters are leaving
+        self.joined.forget()
         return super()._apply(*args, **kwargs)
 
     @property
@@ -154,22 +154,22 @@ class Attention(Component):
     ) -> Float[Tensor, "batch pos d_model"]:
         """What attention adds to the stream. Inputs have a head axis when they were split by
         head. Without a context: whole texts, nothing cached."""
-        context = context or ForwardContext.alone(query_input)
+        spec, context = self.spec, context or ForwardContext.alone(query_input)
         q, k, v = self.projected(query_input, key_input, value_input)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
-        if not self.spec.qk_norm_after_rotary:
+        if not spec.qk_norm_after_rotary:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.spec.clip_qkv is not None:
-            q, k, v = (x.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for x in (q, k, v))
-        if self.spec.rotary is not None:
-            turn = context.turn(self.spec.rotary)
+        if spec.clip_qkv is not None:
+            q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
+        if spec.rotary is not None:
+            turn = context.turn(spec.rotary)
             q, k = self.hook_rot_q(turn(q)), self.hook_rot_k(turn(k))
-        if self.spec.qk_norm_after_rotary:
+        if spec.qk_norm_after_rotary:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.spec.growth is not None:
-            q = (q * context.growth(self.spec.growth)).to(q.dtype)
+        if spec.growth is not None:
+            q = (q * context.growth(spec.growth)).to(q.dtype)
         segments = context.key_values(self.layer_id, k.transpose(1, 2), v.transpose(1, 2))
-        z = self.hook_z(self.attend(q.transpose(1, 2), segments, context.mask(self.spec)))
+        z = self.hook_z(self.attend(q.transpose(1, 2), segments, context.mask(spec)))
         return self.back_to_stream(z)
 
     def projected(
@@ -181,11 +181,7 @@ class Attention(Component):
         """Queries, keys and values of the new positions; by one product where their weights
         adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
-            parameters: dict[str, Any] = self._parameters
-            joined = self.joined.of(
-                [parameters.get(name) for name in self.W_names],
-                [parameters.get(name) for name in self.b_names],
-            )
+            joined = self.joined.of(self._parameters)
             if joined is not None:
                 n, kv, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
                 shape = (*query_input.shape[:2], n + 2 * kv, d_head)

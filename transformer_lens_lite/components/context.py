@@ -163,6 +163,7 @@ class ForwardContext(Memo):
         self.padding = None if cache is None else cache.padding_of(attention_mask)
         # how often the cache was filled before: it counts this forward before the last norm
         self.n_before = 0 if cache is None else cache.n_forwards
+        self.is_autocast = torch.is_autocast_enabled(device.type)
         self.shortformer_pos_embed = shortformer_pos_embed
         self.token_type_ids = token_type_ids
 
@@ -234,7 +235,7 @@ class ForwardContext(Memo):
         if self.cache is None:
             return ((keys, values),)
         entry = self.cache[layer]
-        if torch.is_autocast_enabled(self.device.type):  # products come in a narrower dtype
+        if self.is_autocast:  # products come in a narrower dtype
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         entry.check_kind(keys)  # batch and room were checked before anything was run
         return entry.extend(keys, values)

@@ -6,7 +6,8 @@ a strided view of it. The functions below undo the view; for any layout a checkp
 views themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -79,25 +80,36 @@ class JoinedProjection:
     Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product
     serves all three. The views are remembered for as long as the parameters stay where they are;
     copies of a model make their own.
+
+    Args:
+        weights, biases: names of the parameters, in the order in which they adjoin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: tuple[str, ...], biases: tuple[str, ...]) -> None:
+        self.names = weights, biases
+        self.chosen = itemgetter(*weights, *biases)
+        self.forget()
+
+    def forget(self) -> None:
+        """Do not keep memory alive that the parameters leave."""
         self.places: list[int] = []
         self.views: tuple[Tensor, Tensor] | None = None
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return JoinedProjection, ()
+    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], ...]]:
+        return JoinedProjection, self.names
 
     def of(
-        self, weights: Sequence[Any], biases: Sequence[Any]
+        self, parameters: Mapping[str, Any]
     ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
         """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
         try:
-            places = [parameter.data_ptr() for parameter in (*weights, *biases)]
-        except (RuntimeError, AttributeError):
+            chosen = self.chosen(parameters)
+            places = [parameter.data_ptr() for parameter in chosen]
+        except (RuntimeError, AttributeError, KeyError):
             return None  # tensors of torch.func have no memory; parametrised weights are elsewhere
         if places != self.places:
-            weight, bias = side_by_side(weights), side_by_side(biases)
+            n = len(self.names[0])
+            weight, bias = side_by_side(chosen[:n]), side_by_side(chosen[n:])
             self.views = None
             if weight is not None and bias is not None:
                 self.views = in_matrix(weight).detach(), bias.detach().flatten()
