@@ -1367,3 +1367,63 @@ def test_a_few_columns_do_not_keep_all_of_them_alive() -> None:
     _, kept = model.run_with_cache(ids, names_filter="resid_post", pos_slice=-1)
     value = kept["resid_post", 1]
     assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {}, {"steps": "prefill"}, {"steps": [1, 3]}, {"steps": "decode"}, {"pos_slice": [2, 6]},
+        {"pos_slice": 1}, {"dtype": torch.float64}, {"clone": True}, {"clone": False},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("names", [["resid_post", "pattern", "hook_embed"], "blocks.1.mlp"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_what_is_kept_of_a_generation_may_enter_autograd(
+    how: dict[str, Any], names: Any, outside: bool
+) -> None:
+    """Whatever mode it is run in; and is what a plain run has there."""
+    model, ids = loud.build("rotary"), loud.tokens(2, P)
+    spec = CaptureSpec(names, **how)
+    options: dict[str, Any] = {"stop_at_eos": False, "verbose": False, "do_sample": False}
+    if outside:
+        with model.capture(spec) as kept:
+            out = model.generate(ids, N, **options)
+    else:
+        out, kept = model.generate(ids, N, return_cache=spec, include_last=False, **options)
+    _, whole = model.run_with_cache(out[:, :-1], names_filter=spec.names)
+    assert list(kept)
+    columns = kept.columns
+    for name, value in kept.items():
+        assert not value.is_inference()
+        scale = torch.ones(1, requires_grad=True)
+        (value * scale).sum().backward()
+        axis = 2 if "pattern" in name else 1
+        expected = whole[name].index_select(axis, columns)[..., : value.shape[-1]]
+        torch.testing.assert_close(value.float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_caching_hooks_keep_ordinary_tensors_of_a_generation() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(1, P)
+    kept = model.add_caching_hooks("resid_post")
+    model.generate(ids, 2, stop_at_eos=False, verbose=False)
+    assert not any(value.is_inference() for value in kept.values())
+    (kept["blocks.1.hook_resid_post"] * torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def test_only_copies_are_taken_by_recorders_that_make_copies() -> None:
+    model = loud.build("rotary")
+    assert model.only_copies_are_taken()
+    with model.capture("resid_post"):
+        assert model.only_copies_are_taken()
+    for spec in (
+        CaptureSpec("resid_post", steps="prefill"),
+        CaptureSpec("blocks.0.mlp"),
+        CaptureSpec("resid_post", detach=False),
+    ):
+        with model.capture(spec):
+            assert not model.only_copies_are_taken()
+    handle = model.add_hook("hook_embed", lambda value, hook: None)
+    with model.capture("resid_post"):
+        assert not model.only_copies_are_taken()
+    handle.remove()
+    assert model.only_copies_are_taken()

@@ -255,9 +255,11 @@ class Kept(NamedTuple):
     mask: Int[Tensor, "batch pos"] | None
 
     @property
-    def columns(self) -> Int[Tensor, " kept"]:
+    def columns(self) -> list[int]:
         """Their absolute numbers."""
-        return self.start + torch.arange(self.n_columns)[self.part]
+        every = range(self.start, self.start + self.n_columns)
+        chosen = self.part
+        return list(every[chosen]) if isinstance(chosen, slice) else [every[i] for i in chosen]
 
 
 class Run:
@@ -300,8 +302,9 @@ class Run:
             for call, piece in zip(series.calls, series.pieces, strict=True):
                 record.keep(f"{name}:{call.number}", piece)
         if self.kept:
-            record.columns = torch.cat([each.columns for each in self.kept])
-            record.attention_mask = torch.cat([self._mask(each) for each in self.kept], 1)
+            columns = [column for each in self.kept for column in each.columns]
+            record.columns = torch.tensor(columns, dtype=torch.long)
+            record.attention_mask = self._mask(len(columns))
             if self.last is not None and self.last.attention_mask is not None:
                 record.key_mask = self.last.attention_mask.cpu()
             ids = [each.tokens[:, each.part] for each in self.kept if each.tokens is not None]
@@ -309,10 +312,17 @@ class Run:
                 record.tokens = torch.cat(ids, 1)
         return record
 
-    def _mask(self, kept: Kept) -> Int[Tensor, "batch kept"]:
-        if kept.mask is not None:
-            return kept.mask[:, kept.part].cpu()
-        return torch.ones(self.batch, len(kept.columns), dtype=torch.long)
+    def _mask(self, n_columns: int) -> Int[Tensor, "batch kept"]:
+        """1 where what was kept is no padding."""
+        if all(each.mask is None for each in self.kept):
+            return torch.ones(self.batch, n_columns, dtype=torch.long)
+        masks = [
+            torch.ones(self.batch, len(each.columns), dtype=torch.long)
+            if each.mask is None
+            else each.mask[:, each.part].cpu()
+            for each in self.kept
+        ]
+        return torch.cat(masks, 1)
 
 
 # --- listening ------------------------------------------------------------------------------------
@@ -365,6 +375,13 @@ class Recorder:
         self._copies: bool | None = None  # whether to copy what is kept; None: not looked yet
         self._pending: set[torch.device] = set()  # accelerators whose copies may not have arrived
         self._sizes: list[Size] | None = None  # of what it would keep, when there is a limit
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether what it keeps of a generation goes into buffers, but for rare exceptions."""
+        spec = self.spec
+        goes_on = self.steps.go_on and self.into is None and not self.remove_batch_dim
+        return goes_on and spec.detach and not (spec.incl_bwd or self.modules)
 
     @property
     def run(self) -> Run:
@@ -536,8 +553,9 @@ class Recorder:
             return
         chosen = self._of_chosen_columns(name, value, axes)
         if self._buffered(series, chosen):
-            series.write(call, chosen.detach(), self.spec.non_blocking)
-            if chosen.device.type != "cpu":
+            chosen = chosen.detach() if chosen.requires_grad else chosen
+            series.write(call, chosen, self.spec.non_blocking)
+            if not chosen.is_cpu:
                 self._pending.add(chosen.device)
         else:
             series.add(call, self._kept(chosen, value))
@@ -597,6 +615,9 @@ class Recorder:
         return True
 
     def _kept(self, chosen: Tensor, value: Tensor) -> Tensor:
+        if chosen.is_inference():  # which could not enter autograd
+            with torch.inference_mode(False):
+                chosen = chosen.clone()
         kept = chosen.detach() if self.spec.detach else chosen
         if self.spec.device is not None:
             if kept.device.type != "cpu":
@@ -706,7 +727,7 @@ class _ModuleHook:
 class PartsFromOutput:
     """What a recorder registers at the model itself."""
 
-    is_listener = True
+    is_listener = takes_copies = True
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder

@@ -127,8 +127,9 @@ class Generation:
         self.logits: Float[Tensor, "row d_vocab_out"] | None = None  # of the latest step
         # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets
         # one
-        is_watched = model.is_listened() or sampling.logits_processor or ending.criteria
-        self.mode = torch.inference_mode if own_cache and not is_watched else torch.no_grad
+        stay_here = own_cache and model.only_copies_are_taken()
+        are_shown = sampling.logits_processor or ending.criteria
+        self.mode = torch.inference_mode if stay_here and not are_shown else torch.no_grad
         rows, device = prompt.shape[0] * copies, prompt.device
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         # ids of the prompt, where it has any, then room for the new ones

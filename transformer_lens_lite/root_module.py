@@ -432,20 +432,22 @@ class HookedRootModule(Component):
 
     def edits_are_live(self) -> bool:
         """Whether any attached function could edit an activation, or a gradient, in place."""
-        return any(
-            not getattr(hook, "is_listener", False)
-            for module in (self, *self.mod_dict.values())
-            for hook in (
-                *module._forward_hooks.values(),
-                *module._forward_pre_hooks.values(),
-                *module._backward_hooks.values(),
-                *module._backward_pre_hooks.values(),
-            )
-        ) or any(
-            not handle.is_listener
-            for point in self.hook_points()
-            for handle in point.fwd_hooks + point.bwd_hooks
-        )
+        return any(not getattr(hook, "is_listener", False) for hook in self.attached_functions())
+
+    def only_copies_are_taken(self) -> bool:
+        """Whether nothing that is attached could hand on, or compute with, a value as it is."""
+        owners = (getattr(hook, "__self__", hook) for hook in self.attached_functions())
+        computing = any(point.computes for point in self.hook_points())
+        return not computing and all(getattr(each, "takes_copies", False) for each in owners)
+
+    def attached_functions(self) -> Iterator[Callable[..., Any]]:
+        """All hooks of points and modules, torch's own among them."""
+        for module in (self, *self.mod_dict.values()):
+            for name in Component.hooks_are_in:
+                yield from getattr(module, name).values()
+        for point in self.hook_points():
+            for handle in point.fwd_hooks + point.bwd_hooks:
+                yield handle.user_hook
 
     # -- capturing --
 

@@ -163,7 +163,8 @@ class ForwardContext(Memo):
         self.padding = None if cache is None else cache.padding_of(attention_mask)
         # how often the cache was filled before: it counts this forward before the last norm
         self.n_before = 0 if cache is None else cache.n_forwards
-        self.is_autocast = torch.is_autocast_enabled(device.type)
+        # which nobody can say of meta tensors
+        self.is_autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         self.shortformer_pos_embed = shortformer_pos_embed
         self.token_type_ids = token_type_ids
 
