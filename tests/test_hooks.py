@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from transformer_lens_lite import CaptureSpec, HookedTransformer
 from transformer_lens_lite.components.norm import LayerNorm
-from transformer_lens_lite.hooks import HookPoint
+from transformer_lens_lite.hooks import Component, HookPoint
 from transformer_lens_lite.root_module import UnknownHookError
 from transformer_lens_lite.specs import NormSpec
 
@@ -1504,3 +1504,18 @@ def test_levels_come_back_to_none_in_whatever_order_blocks_end() -> None:
         block.__exit__(None, None, None)
     assert model.context_level == 0
     assert not model.is_listened()
+
+
+def test_a_part_of_ours_in_place_of_a_point_gets_every_value_whatever_is_attached_to_it() -> None:
+    class Doubling(Component):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    with model.hooks([("blocks.0.hook_mlp_in", twice)]):
+        doubled = model(ids)
+    model.blocks[0].hook_mlp_in = Doubling()
+    assert torch.equal(model(ids), doubled)
+    model.blocks[0].hook_mlp_in.register_forward_hook(lambda module, args, out: None).remove()
+    assert torch.equal(model(ids), doubled)
+    assert torch.equal(copy.deepcopy(model)(ids), doubled)

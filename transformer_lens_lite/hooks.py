@@ -68,6 +68,8 @@ class Component(nn.Module):
     def look_again(self) -> None:
         """Work out anew whether anybody listens: what selects the slow path."""
         own = self.__dict__
+        if own.get("stands_for_a_point"):
+            return
         # until it is so: another thread may attach something in between
         while own.get("listened") != (now := any(own.get(name) for name in self.hooks_are_in)):
             own["listened"] = now
@@ -103,7 +105,8 @@ class Component(nn.Module):
             self.__dict__[name] = value
             replaces = isinstance(before, HookPoint) and not isinstance(value, HookPoint)
             if replaces and value is not None:
-                value.listened = True  # a module in its place wants every value, on the slow path
+                # a module in its place wants every value, on the slow path, hooks or not
+                value.listened = value.stands_for_a_point = True
 
     def __delattr__(self, name: str) -> None:
         if name in self._modules:
