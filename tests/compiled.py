@@ -1,6 +1,7 @@
 """Compiles models and prints, as JSON, how far they are from what they were before.
 
     python tests/compiled.py BACKEND VARIANT…
+    python tests/compiled.py used VARIANT…     with a cache, and hooked afterwards
 
 A process of its own: compilers cannot trace the run-time checks of shapes that pytest switches on.
 """
@@ -11,6 +12,8 @@ import warnings
 
 import native
 import torch
+
+from transformer_lens_lite import KeyValueCache
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
 
@@ -48,6 +51,29 @@ def differences(name: str, backend: str) -> dict[str, float]:
     return found
 
 
+@torch.no_grad()
+def used(name: str) -> dict[str, float]:
+    """The largest difference of logits behind a cache that grows, and under a hook that came after
+    the compiler."""
+    torch._dynamo.reset()
+    model, tokens = native.build(name), native.tokens()
+    cache = KeyValueCache.init_cache(model.cfg, "cpu", len(tokens), max_len=tokens.shape[1])
+    model(tokens[:, :-2], past_kv_cache=cache)
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    stepped = [step(tokens[:, [i]], past_kv_cache=cache) for i in (-2, -1)]
+    found = {"cached": (torch.cat(stepped, 1) - model(tokens)[:, -2:]).abs().max().item()}
+    compiled = torch.compile(model, backend="eager")
+    compiled(tokens)
+    model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 2)
+    found["hooked"] = (compiled(tokens) - model(tokens)).abs().max().item()
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: differences(name, sys.argv[1]) for name in sys.argv[2:]}))
+    how, names = sys.argv[1], sys.argv[2:]
+    print(
+        json.dumps(
+            {name: used(name) if how == "used" else differences(name, how) for name in names}
+        )
+    )

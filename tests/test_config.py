@@ -504,3 +504,17 @@ def test_copies_share_no_dictionary_and_no_list() -> None:
         copied.append("global")
     assert cfg.rotary_scaling["factor"] == 2.0
     assert cfg.attn_types == ["local", "global", "local"]
+
+
+def test_a_model_is_made_where_its_config_says() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cfg = HookedTransformerConfig(
+            n_layers=1, d_model=8, n_ctx=4, d_head=4, d_vocab=5, act_fn="relu", dtype=dtype,
+            device="meta", init_weights=False,
+        )  # fmt: skip
+        model = HookedTransformer(cfg)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert model.cfg.device == "meta"
+        here = HookedTransformer(cfg, move_to_device=False)
+        assert {p.device.type for p in here.parameters()} == {"cpu"}

@@ -227,13 +227,18 @@ COMPILED += ["experts_clamped", "experts_weighed_before"]
 @pytest.fixture(scope="module")
 def compiled(project_root: Path) -> dict[str, dict[str, float]]:
     """Differences of compiled models, by variant and situation: see `compiled.py`."""
-    command = [sys.executable, "tests/compiled.py", "aot_eager", *COMPILED]
+    return compiled_ones(project_root, "aot_eager", *COMPILED)
+
+
+def compiled_ones(project_root: Path, *arguments: str) -> dict[str, dict[str, float]]:
+    command = [sys.executable, "tests/compiled.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(project_root)}
     run = subprocess.run(
         command, cwd=project_root, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, dict[str, float]] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -244,6 +249,12 @@ def test_report_104_the_unhooked_model_is_one_graph_that_agrees(
     assert compiled[name].pop("graphs") == 3
     assert compiled[name].keys() == {"gradients", "no_grad", "padded"}
     assert max(compiled[name].values()) < 2e-5
+
+
+def test_compiled_models_go_on_with_a_cache_and_hear_later_hooks(project_root: Path) -> None:
+    for differences in compiled_ones(project_root, "used", "plain", "rotary").values():
+        assert differences.keys() == {"cached", "hooked"}
+        assert max(differences.values()) < 2e-5
 
 
 # --- parts of a forward ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import sys
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from transformer_lens_lite import CaptureSpec, HookedTransformer
 from transformer_lens_lite.components.norm import LayerNorm
@@ -1519,3 +1520,71 @@ def test_a_part_of_ours_in_place_of_a_point_gets_every_value_whatever_is_attache
     model.blocks[0].hook_mlp_in.register_forward_hook(lambda module, args, out: None).remove()
     assert torch.equal(model(ids), doubled)
     assert torch.equal(copy.deepcopy(model)(ids), doubled)
+
+
+@pytest.mark.parametrize(
+    ("container", "register"),
+    [
+        ("_forward_hooks", "register_forward_hook"),
+        ("_forward_pre_hooks", "register_forward_pre_hook"),
+        ("_backward_hooks", "register_full_backward_hook"),
+    ],
+)
+@pytest.mark.parametrize("name", ["blocks.0", "blocks.0.hook_mlp_out"])
+def test_a_container_put_in_the_place_of_torchs_own_is_heard_too(
+    container: str, register: str, name: str
+) -> None:
+    model, hits = native.build("rotary"), []
+    module = model.get_submodule(name)
+    setattr(module, container, OrderedDict())
+    handle = getattr(module, register)(lambda *args: hits.append(1))
+    model(native.tokens(1, 4)).sum().backward()
+    assert hits == [1]
+    handle.remove()
+    model(native.tokens(1, 4)).sum().backward()
+    assert hits == [1]
+    assert not module.listened
+
+
+def test_copies_of_parametrized_models_are_heard() -> None:
+    """torch copies those in a way of its own."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model, ids, hits = native.build("rotary"), native.tokens(1, 4), []
+    parametrize.register_parametrization(model.blocks[0].attn, "b_O", Doubled())
+    other = copy.deepcopy(model)
+    assert torch.equal(other(ids), model(ids))
+    other.blocks[0].attn.register_forward_hook(lambda *args: hits.append(1))
+    model(ids)
+    assert not hits
+    other(ids)
+    assert hits == [1]
+
+
+@pytest.mark.parametrize("by", ["setattr", "add_module", "dict"])
+def test_what_takes_the_place_of_a_points_replacement_stands_there_too(by: str) -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    plain = model(ids)
+    for _ in range(2):
+        for name in list(model.hook_dict):
+            path, _, leaf = name.rpartition(".")
+            parent, module = model.get_submodule(path), nn.Identity()
+            if by == "setattr":
+                setattr(parent, leaf, module)
+            elif by == "add_module":
+                parent.add_module(leaf, module)
+            else:
+                parent._modules[leaf] = module
+        torch.testing.assert_close(model(ids), plain)
+
+
+def test_a_shallow_copy_of_a_point_leaves_the_handles_of_the_original() -> None:
+    point, x = HookPoint(), torch.ones(2)
+    handle = point.add_hook(twice)
+    other = copy.copy(point)
+    handle.remove()
+    assert torch.equal(point(x), x)
+    assert torch.equal(other(x), 2 * x)

@@ -1352,7 +1352,7 @@ def test_padding_of_inference_mode_does_not_reach_autograd() -> None:
     assert model.W_E.grad is not None
 
 
-def test_report_memory_that_runs_out_while_a_cache_grows_leaves_it_as_it_was(
+def test_memory_that_runs_out_while_a_cache_grows_leaves_it_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ids = loud.build("rotary", n_ctx=160), loud.tokens(1, 80)
@@ -1371,3 +1371,74 @@ def test_report_memory_that_runs_out_while_a_cache_grows_leaves_it_as_it_was(
         run(model, ids[:, 60:], past_kv_cache=cache)
     monkeypatch.undo()
     close(run(model, ids[:, 60:], past_kv_cache=cache), run(model, ids)[:, 60:])
+
+
+def test_a_mask_that_was_given_may_be_used_for_something_else() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 7)
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    expected = filled(model, ids[:, :5], attention_mask=mask.clone())
+    for frozen in (False, True):
+        given = mask.clone()
+        cache = filled(model, ids[:, :5], frozen=frozen, attention_mask=given)
+        given.fill_(1)
+        assert torch.equal(cache.previous_attention_mask, mask)
+        close(
+            run(model, ids[:, 5:6], past_kv_cache=cache),
+            run(model, ids[:, 5:6], past_kv_cache=expected.clone()),
+        )
+
+
+def test_a_mask_edited_in_inference_mode_counts_as_it_is_then() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 9)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    logits = []
+    for edited in (False, True):
+        cache = empty_cache(model, 2)
+        again = mask.clone()
+        again[1, 3] = 0
+        with torch.inference_mode():
+            model(ids[:, :6], attention_mask=mask, past_kv_cache=cache)
+            model(ids[:, 6:7], past_kv_cache=cache)
+            if edited:
+                cache.previous_attention_mask[1, 3] = 0
+            else:
+                cache.previous_attention_mask = torch.cat((again, mask[:, -1:]), 1)
+            logits.append(model(ids[:, 7:8], past_kv_cache=cache))
+    close(*logits)
+
+
+@pytest.mark.parametrize("wrong", ["mask", "dtype"])
+def test_a_forward_that_is_refused_does_not_make_a_cache_another_models(wrong: str) -> None:
+    model, other, ids = loud.build("rotary"), loud.build("rotary", seed=1), loud.tokens(1, 8)
+    cache = filled(model, ids[:, :5])
+    mask = torch.ones(1, 2 if wrong == "mask" else 3, dtype=torch.long)
+    other = other if wrong == "mask" else other.double()
+    with pytest.raises(ValueError, match=r"attention_mask must be|the cache is torch.float32"):
+        other(ids[:, 5:], attention_mask=mask, past_kv_cache=cache)
+    cache.freeze()
+    close(run(model, ids[:, 5:], past_kv_cache=cache), run(model, ids)[:, 5:])
+
+
+def test_unchecked_views_of_a_growing_cache_grow_by_themselves() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 8)
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = filled(model, ids[:, :5], attention_mask=mask)
+    view = cache.unchecked()
+    expected = run(model, ids[:, 5:7], past_kv_cache=cache.clone())
+    close(run(model, ids[:, 5:7], past_kv_cache=view), expected)
+    assert (cache.length, view.length) == (5, 7)
+    close(run(model, ids[:, 5:7], past_kv_cache=cache), expected)
+
+
+def test_copies_have_masks_of_their_own() -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, 8)
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = filled(model, ids[:, :5], attention_mask=mask)
+    copies = [cache.crop(4), cache.clone(), cache.branch(2)]
+    cache.previous_attention_mask.fill_(1)
+    for each in copies:
+        assert torch.equal(each.previous_attention_mask, mask[:, : each.length])

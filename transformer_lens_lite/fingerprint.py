@@ -234,11 +234,11 @@ class EditingHooks:
 
     def of_first(self, length: int) -> "EditingHooks":
         """Those of the first `length` columns alone."""
-        hooks, lasting = (
+        hooks, known = (
             [(name, hook.of_first(length)) for name, hook in each if acts_on(hook.where, length)]
-            for each in (self.hooks, self.lasting)
+            for each in (self.hooks, [*self.hooks, *self.lasting])
         )
-        return EditingHooks(length, hooks, [each for each in lasting if each[1].lasts])
+        return EditingHooks(length, hooks, [each for each in known if each[1].lasts])
 
     def check(self, model: Any) -> None:
         """ValueError when the model now has others, which would have acted on the prefix too, or

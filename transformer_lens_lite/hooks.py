@@ -8,6 +8,7 @@ replacement of the same shape. A backward hook gets the gradient of the activati
 gradient, a 1-tuple of one, or None.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -38,6 +40,10 @@ Both = Literal["fwd", "bwd", "both"]
 set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
 
 
+# Where torch's own methods put what they attach to a module.
+TORCHS_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class Component(nn.Module):
     """nn.Module without the costs that show in a small model's decoding loop.
 
@@ -46,13 +52,8 @@ class Component(nn.Module):
     straight to `forward` unless somebody's functions are attached.
     """
 
-    hooks_are_in: tuple[str, ...] = (  # torch's containers, by what its methods attach to
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    )
-    listened: bool  # whether any function is attached here
+    hooks_are_in: tuple[str, ...] = TORCHS_HOOKS  # the containers of functions attached here
+    listened: bool  # whether there are any
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +61,8 @@ class Component(nn.Module):
 
     def _watch(self) -> None:
         """Hear of every change of the containers that torch has made."""
-        self._parameters = Attributes(self, self._parameters)
-        for name in Component.hooks_are_in:
-            self.__dict__[name] = TellingDict(self, self.__dict__[name])
-        self.look_again()
+        for name in WATCHED:
+            setattr(self, name, self.__dict__[name])
 
     def look_again(self) -> None:
         """Work out anew whether anybody listens: what selects the slow path."""
@@ -99,24 +98,30 @@ class Component(nn.Module):
         return self.forward(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        before = self.__dict__.get(name)
-        super().__setattr__(name, value)
-        if name in self.__dict__.get("_modules", ()):
-            self.__dict__[name] = value
-            replaces = isinstance(before, HookPoint) and not isinstance(value, HookPoint)
-            if replaces and value is not None:
-                # a module in its place wants every value, on the slow path, hooks or not
-                value.listened = value.stands_for_a_point = True
+        if name in WATCHED:
+            self.__dict__[name] = WATCHED[name](self, value)
+            self.look_again()
+        else:
+            super().__setattr__(name, value)
 
-    def __delattr__(self, name: str) -> None:
-        if name in self._modules:
-            self.__dict__.pop(name, None)
-        super().__delattr__(name)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule under `name`, as assignment does."""
-        super().add_module(name, module)
-        self.__dict__[name] = module
+class Parts(Attributes):
+    """The submodules of a component."""
+
+    def __setitem__(self, name: str, value: nn.Module | None) -> None:
+        before = self.get(name)
+        super().__setitem__(name, value)
+        replaces = getattr(before, "stands_for_a_point", False)
+        if replaces and value is not None and not isinstance(value, HookPoint):
+            # a module in a point's place wants every value, on the slow path, hooks or not
+            value.listened = value.stands_for_a_point = True  # type: ignore[assignment]
+
+
+WATCHED: dict[str, Callable[[Component, Any], Any]] = {
+    "_parameters": Attributes,
+    "_modules": Parts,
+    **dict.fromkeys(TORCHS_HOOKS, TellingDict),
+}
 
 
 class Limits:
@@ -355,7 +360,8 @@ class HookPoint(Component):
     """
 
     name: str | None
-    hooks_are_in = ("fwd_hooks", "bwd_hooks", *Component.hooks_are_in)
+    hooks_are_in = ("fwd_hooks", "bwd_hooks", *TORCHS_HOOKS)
+    stands_for_a_point = True
     computes = False  # whether a subclass, or an attribute, has a forward of its own
     fwd_hooks: list[LensHandle]  # lists that tell: what is put in or taken out is heard of
     bwd_hooks: list[LensHandle]
@@ -425,7 +431,8 @@ class HookPoint(Component):
     def _visit(self, x: Tensor) -> Tensor:
         if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
-        aside = set_aside.get()
+        # a compiled graph reads no context variables
+        aside = () if torch.compiler.is_compiling() else set_aside.get()
         for handle in tuple(self.fwd_hooks):
             if handle not in aside:
                 x = handle.run(x, self)
@@ -454,7 +461,10 @@ class HookPoint(Component):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.fwd_hooks, self.bwd_hooks = self.fwd_hooks, self.bwd_hooks  # as lists that tell
+        for name in ("fwd_hooks", "bwd_hooks"):
+            # a shallow copy's are copies, too: those of the original stay there
+            mine = [h if h.point is self else copy.copy(h) for h in self.__dict__[name]]
+            setattr(self, name, mine)
 
     def handles(self, dir: Direction) -> TellingList:
         """The live list of handles of one direction."""

@@ -242,6 +242,8 @@ class KeyValueCacheEntry:
 
     def _leave_inference_mode(self) -> None:
         """Copy what was made in inference mode, once: autograd refuses to save such tensors."""
+        if torch.compiler.is_compiling():  # a graph could not ask
+            return
         if self._keys.is_inference():
             self._keys, self._values = self._keys.clone(), self._values.clone()
         if any(keys.is_inference() for keys, _ in self.prefix):
@@ -249,7 +251,11 @@ class KeyValueCacheEntry:
 
     def _make_room(self, needed: int) -> None:
         capacity = self._keys.shape[2]
-        stale = self._keys.is_inference() and not torch.is_inference_mode_enabled()
+        stale = (
+            not torch.compiler.is_compiling()
+            and self._keys.is_inference()
+            and not torch.is_inference_mode_enabled()
+        )
         if needed <= capacity and not self._keys.requires_grad and not stale:
             return
         capacity = max(needed, capacity if needed <= capacity else 2 * capacity, FIRST_CAPACITY)
@@ -510,6 +516,7 @@ class KeyValueCache:
     def previous_attention_mask(self) -> Int[Tensor, "batch pos"]:
         """[batch, pos] of 0 (padding) and 1."""
         if self._mask is not None:
+            self._padding = None  # whoever has the mask may edit it
             return self._mask
         entry = self.entries[0]
         device = entry._keys.device
@@ -517,7 +524,7 @@ class KeyValueCache:
 
     @previous_attention_mask.setter
     def previous_attention_mask(self, mask: Int[Tensor, "batch pos"]) -> None:
-        self._mask = mask
+        self._mask = kv_formats.as_mask(mask)
 
     @property
     def padding(self) -> Int[Tensor, "batch pos"] | None:
@@ -622,7 +629,10 @@ class KeyValueCache:
             if self._hooks is not None:
                 self._hooks.check(model)
             self._trusted = weakref.ref(model)
-        if self.frozen:
+
+    def note_filling(self, model: Any) -> None:
+        """A forward of this model got through: what it computed is stored from now on."""
+        if self.frozen or not self._is_checked or torch.compiler.is_compiling():
             return
         if self._filling is None or not self.length:
             is_known = self._origin is not None or not self.length
@@ -636,13 +646,16 @@ class KeyValueCache:
         self._hooks = hooks
 
     def unchecked(self) -> "KeyValueCache":
-        """This cache, in the same memory, for any model whose sizes fit."""
-        view = self.reading() if self.frozen else copy.copy(self)
+        """What is stored here, in the same memory, for any model whose sizes fit. Where it grows,
+        it grows by itself."""
+        view = self.reading()
+        view._mark(self.frozen)
         view._is_checked = False
         return view
 
     def reading(self) -> "KeyValueCache":
-        """A frozen cache of what is stored now, in the same memory."""
+        """A frozen cache of what is stored now, in the same memory; of a growing one, whose weights
+        nobody has read yet, it is not known whose it is."""
         view = copy.copy(self)
         view.entries = [entry.reading() for entry in self.entries]
         view.frozen = True
@@ -707,9 +720,11 @@ class KeyValueCache:
 
     def crop(self, length: int) -> "KeyValueCache":
         """A copy of the first `length` positions. ValueError when there are fewer."""
-        if not isinstance(length, int) or not 0 <= length <= self.length:
+        if type(length) is not int or not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a cache of {self.length} positions to {length}")
-        new = self._with(lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length])
+        new = self._with(
+            lambda keys: keys[:, :, :length].clone(), lambda mask: mask[:, :length].clone()
+        )
         new._hooks = None if self._hooks is None else self._hooks.of_first(length)
         return new
 
@@ -818,6 +833,7 @@ class KeyValueCache:
         `batch_size` is a multiple of the rows here: n at a time continue the same row. ValueError
         otherwise.
         """
+        check_size("batch_size", batch_size)
         if not divides(self.batch_size, batch_size):
             raise ValueError(
                 f"a cache of {self.batch_size} rows cannot continue as {batch_size}, which is not "
@@ -826,7 +842,7 @@ class KeyValueCache:
         if max_len is not None:
             check_size("max_len", max_len)
         entries = [entry.branch(batch_size, max_len) for entry in self.entries]
-        mask = None if self._mask is None else serving(self._mask, batch_size)
+        mask = None if self._mask is None else serving(self._mask, batch_size).clone()
         branch = self._made_of(entries, mask)
         branch.frozen, branch.n_forwards = False, 0
         return branch

@@ -130,7 +130,8 @@ def alike_in_groups(stored: Float[Tensor, "batch head pos _"], n_kv_heads: int) 
 
 
 def as_mask(mask: Any) -> Int[Tensor, "..."]:
-    """An attention mask as integers. ValueError for anything but a tensor of zeros and ones."""
+    """A copy of an attention mask, as integers. ValueError for anything but a tensor of zeros and
+    ones."""
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     # looking at values would break a compiled graph
@@ -138,7 +139,7 @@ def as_mask(mask: Any) -> Int[Tensor, "..."]:
         raise ValueError(
             "attention_mask must hold 1 for tokens and 0 for padding; it holds other values"
         )
-    return mask.long()
+    return mask.to(torch.long, copy=True)
 
 
 def checked_mask(

@@ -119,9 +119,8 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         if self.cfg.init_weights:
             self.init_weights()
         assert isinstance(self.cfg.dtype, torch.dtype)
-        super().to(self.cfg.dtype)
-        if move_to_device and self.cfg.device is not None:
-            super().to(self.cfg.device)
+        # at once: a move in dtype alone would set cfg.device to where the weights are
+        super().to(device=self.cfg.device if move_to_device else None, dtype=self.cfg.dtype)
         self.setup()
 
     def setup(self) -> None:
@@ -332,6 +331,8 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
         self._add_shortformer_positions(context, shortformer_pos_embed)
         for block in itertools.islice(self.blocks, layers.start, layers.stop):
             residual = block(residual, context)
+        if context.cache is not None:
+            context.cache.note_filling(self)
         context.commit(layers)
         return residual
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from transformer_lens_lite.capture import CaptureSpec, Recorder
 from transformer_lens_lite.hooks import (
+    TORCHS_HOOKS,
     Attachment,
     Both,
     Component,
@@ -443,7 +444,7 @@ class HookedRootModule(Component):
     def attached_functions(self) -> Iterator[Callable[..., Any]]:
         """All hooks of points and modules, torch's own among them."""
         for module in (self, *self.mod_dict.values()):
-            for name in Component.hooks_are_in:
+            for name in TORCHS_HOOKS:
                 yield from getattr(module, name).values()
         for point in self.hook_points():
             for handle in point.fwd_hooks + point.bwd_hooks:

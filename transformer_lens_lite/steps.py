@@ -110,6 +110,9 @@ class StepContext:
 class running:
     """While the block lasts, `current_step()` is this one; made when somebody first asks."""
 
+    _around: "running | None" = None
+    _is_set = False
+
     def __init__(self, step: "StepContext | Callable[[], StepContext]") -> None:
         self._step = step
 
@@ -119,6 +122,7 @@ class running:
             return
         self._around = _running.get()
         try:
+            self._is_set = True
             _running.set(self)
         except BaseException:  # Ctrl-C that comes when it is set: nobody would leave the block
             _running.set(self._around)
@@ -130,7 +134,7 @@ class running:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not torch.compiler.is_compiling():
+        if self._is_set:
             _running.set(self._around)
 
     @property

@@ -4,6 +4,7 @@ torch, its tools and classic code write straight into a module's containers. Wha
 out from those stays true all the same, and reading it costs one attribute.
 """
 
+import copy
 import functools
 import weakref
 from collections import OrderedDict
@@ -28,7 +29,14 @@ class Attributes(dict[str, Any]):
         return {} if owner is None else owner.__dict__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Any]]]:
-        return dict, (dict(self),)  # copies and pickles have another owner
+        return dict, (dict(self),)  # a pickle's owner wraps it again
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copied_for_owner(self, dict(self), memo)
+
+    def __ior__(self, other: Any) -> "Attributes":  # type: ignore[override,misc]
+        self.update(other)
+        return self
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -44,6 +52,14 @@ class Attributes(dict[str, Any]):
     update = MutableMapping.update
     clear = MutableMapping.clear
     setdefault = MutableMapping.setdefault
+
+
+def copied_for_owner(container: Any, entries: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy that belongs to the owner's copy, where there is going to be one; a plain one
+    elsewhere."""
+    entries = copy.deepcopy(entries, memo)
+    owner = memo.get(id(container.owner()))
+    return entries if owner is None else type(container)(owner, entries)
 
 
 class Telling:
@@ -81,6 +97,9 @@ class TellingList(list[Any], Telling):
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[list[Any]]]:
         return list, (list(self),)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return copied_for_owner(self, list(self), memo)
+
     def discard(self, entry: Any) -> None:
         """Remove it if it is there; tell in either case, so that an interrupted call can be made
         again."""
@@ -101,6 +120,9 @@ class TellingDict(OrderedDict[Any, Any], Telling):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[Any, Any]]]:
         return OrderedDict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copied_for_owner(self, OrderedDict(self), memo)
 
     def copy(self) -> "OrderedDict[Any, Any]":  # type: ignore[override]
         """One that tells nobody."""
