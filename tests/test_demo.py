@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import loud
 import pytest
 import torch
+from tokenizers_for_tests import gpt2_like
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.__main__ import BOXED_PROMPT, main
@@ -52,7 +54,22 @@ def test_induction_scores_are_what_the_patterns_say(demo: Demo) -> None:
     assert demo.heads.tokens[1 : half + 1] == demo.heads.tokens[half + 1 :]
 
 
+def test_models_that_look_both_ways_are_shown_without_a_continuation() -> None:
+    model = loud.build("standard", gpt2_like(), attention_dir="bidirectional", n_ctx=64)
+    demo = run(model, "Hello there")
+    assert demo.reuse is None
+    assert demo.continuation is None
+    assert demo.heads is not None
+    assert demo.heads.pattern.triu(1).max() > 0  # of what comes later, too
+    text = report(demo)
+    assert "looks both ways" in text
+    assert "Logit lens" in text
+    assert "frozen" not in text
+    assert "Hello there" in html_page(demo)
+
+
 def test_the_frozen_prefix_changes_nothing(demo: Demo) -> None:
+    assert demo.reuse is not None
     assert demo.reuse.difference < 1e-3
     assert len(demo.reuse.predictions) == len(demo.reuse.suffixes) == 16
 

@@ -17,6 +17,7 @@ from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.model import HookedTransformer
 
 SHADES = " ░▒▓█"
+NO_CONTINUATION = "(none: it looks both ways)"
 INDUCTION = 0.3  # from this share of its attention on, a head counts as an induction head
 
 
@@ -81,8 +82,8 @@ class Demo:
     cache: ActivationCache
     lens: list[LensRow]
     heads: HeadScores | None
-    reuse: PrefixReuse
-    continuation: str
+    reuse: PrefixReuse | None  # None, as the continuation, of models that look both ways
+    continuation: str | None
 
 
 def logit_lens(model: HookedTransformer, cache: ActivationCache, top: int = 3) -> list[LensRow]:
@@ -205,8 +206,8 @@ def run(model: HookedTransformer, prompt: str) -> Demo:
         cache=cache,
         lens=logit_lens(model, cache),
         heads=head_scores(model),
-        reuse=reuse_prefix(model, prompt),
-        continuation=continued(model, prompt),
+        reuse=reuse_prefix(model, prompt) if model.is_causal else None,
+        continuation=continued(model, prompt) if model.is_causal else None,
     )
 
 
@@ -228,18 +229,21 @@ def report(demo: Demo) -> str:
     parts = [about(demo), lens_table(demo.lens)]
     if demo.heads is not None:
         parts += [heads_table(demo.heads), pattern_picture(demo.heads.pattern, demo.heads.tokens)]
-    return "\n\n".join([*parts, reuse_text(demo.reuse)])
+    if demo.reuse is not None:
+        parts.append(reuse_text(demo.reuse))
+    return "\n\n".join(parts)
 
 
 def about(demo: Demo) -> str:
     """What was loaded and run."""
     cfg = demo.model.cfg
+    continuation = NO_CONTINUATION if demo.continuation is None else repr(demo.continuation)
     return "\n".join(
         [
             f"{cfg.model_name}: {cfg.n_layers} layers, {cfg.n_heads} heads, d_model {cfg.d_model}, "
             f"{demo.model.n_params_total:,} parameters",
             f"prompt         {demo.prompt!r}",
-            f"continuation   {demo.continuation!r}",
+            f"continuation   {continuation}",
             f"cached         {len(demo.cache)} activations by name, "
             f"{demo.cache.nbytes() / 2**20:.2f} MiB; for example",
             *(

@@ -71,7 +71,8 @@ function draw(box, tokens, pattern) {
     add(box, "label", tokens[i]);
     row.forEach((weight, j) => {
       const cell = document.createElement("div");
-      cell.style.background = j > i ? "transparent" : `rgba(var(--mark), $${0.06 + 0.94 * weight /
+      const ahead = j > i && !weight;
+      cell.style.background = ahead ? "transparent" : `rgba(var(--mark), $${0.06 + 0.94 * weight /
       100})`; cell.title = `$${tokens[i]} → $${tokens[j]}: $${weight} %`; box.append(cell);
     });
   });
@@ -104,8 +105,9 @@ def html_page(demo: Demo) -> str:
             "tokens": demo.heads.tokens,
             "patterns": {label: percent(demo.heads.pattern)},
         }
-    sections.append(reuse_section(demo.reuse))
-    new = demo.continuation.removeprefix(demo.prompt)
+    if demo.reuse is not None:
+        sections.append(reuse_section(demo.reuse))
+    new = (demo.continuation or "").removeprefix(demo.prompt)
     return PAGE.substitute(
         title=html.escape(f"Inside {cfg.model_name}"),
         about=f"{cfg.n_layers} layers, {cfg.n_heads} heads, d_model {cfg.d_model}, "
