@@ -1564,7 +1564,7 @@ def test_copies_of_parametrized_models_are_heard() -> None:
     assert hits == [1]
 
 
-@pytest.mark.parametrize("by", ["setattr", "add_module", "dict"])
+@pytest.mark.parametrize("by", ["setattr", "add_module", "dict", "whole dict", "after none"])
 def test_what_takes_the_place_of_a_points_replacement_stands_there_too(by: str) -> None:
     model, ids = native.build("rotary"), native.tokens(1, 4)
     plain = model(ids)
@@ -1576,8 +1576,14 @@ def test_what_takes_the_place_of_a_points_replacement_stands_there_too(by: str) 
                 setattr(parent, leaf, module)
             elif by == "add_module":
                 parent.add_module(leaf, module)
-            else:
+            elif by == "dict":
                 parent._modules[leaf] = module
+            elif by == "whole dict":
+                parent._modules = {**parent._modules, leaf: module}
+            else:
+                delattr(parent, leaf)
+                setattr(parent, leaf, None)
+                setattr(parent, leaf, module)
         torch.testing.assert_close(model(ids), plain)
 
 

@@ -1442,3 +1442,10 @@ def test_copies_have_masks_of_their_own() -> None:
     cache.previous_attention_mask.fill_(1)
     for each in copies:
         assert torch.equal(each.previous_attention_mask, mask[:, : each.length])
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    cache = filled(loud.build("rotary"), loud.tokens(2, 6))
+    for shape in ([2, 3], [6], [3, 6]):
+        with pytest.raises(ValueError, match=r"the mask of this cache is \[2, 6\], got"):
+            cache.previous_attention_mask = torch.ones(shape, dtype=torch.long)

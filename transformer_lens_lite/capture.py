@@ -371,6 +371,7 @@ class Recorder:
         self._step: StepContext | None = None
         self._run: Run | None = None  # the one that is going on
         self._thread: int | None = None  # whose forwards are meant; None: everybody's
+        self._leaves_inference = True  # unless whoever listens is in that mode already
         self._outer: StepContext | None = None  # the forward in the middle of which it listens
         self._copies: bool | None = None  # whether to copy what is kept; None: not looked yet
         self._pending: set[torch.device] = set()  # accelerators whose copies may not have arrived
@@ -397,6 +398,7 @@ class Recorder:
         if self.spec.max_bytes is not None:
             self._sizes = measured_sizes(self.model, self.spec)
         self._thread, self._outer = get_ident(), current_step()
+        self._leaves_inference = not torch.is_inference_mode_enabled()
         with ExitStack() as stack:
             # not to be swept away by a reset_hooks() in the middle
             stays = ending.get("reset_hooks_end", True)
@@ -615,9 +617,10 @@ class Recorder:
         return True
 
     def _kept(self, chosen: Tensor, value: Tensor) -> Tensor:
-        if chosen.is_inference():  # which could not enter autograd
+        if self._leaves_inference and torch.is_inference_mode_enabled():
+            # of its own accord a generation is in that mode, whose tensors could not enter autograd
             with torch.inference_mode(False):
-                chosen = chosen.clone()
+                return self._kept(chosen.clone() if chosen.is_inference() else chosen, value)
         kept = chosen.detach() if self.spec.detach else chosen
         if self.spec.device is not None:
             if kept.device.type != "cpu":

@@ -125,11 +125,6 @@ class Generation:
         self.copies = copies
         self.n_new = 0
         self.logits: Float[Tensor, "row d_vocab_out"] | None = None  # of the latest step
-        # inference mode is faster, but its tensors cannot enter autograd: only where nobody gets
-        # one
-        stay_here = own_cache and model.only_copies_are_taken()
-        are_shown = sampling.logits_processor or ending.criteria
-        self.mode = torch.inference_mode if stay_here and not are_shown else torch.no_grad
         rows, device = prompt.shape[0] * copies, prompt.device
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         # ids of the prompt, where it has any, then room for the new ones
@@ -159,6 +154,13 @@ class Generation:
             return set()  # what is behind a prefix has no ids to run again
         lengths = {self.prompt.shape[1]} if mask is None else set(mask.sum(1).tolist())
         return {limit + 1 - length for length in lengths if length <= limit}
+
+    def mode(self) -> Any:
+        """The mode for the next steps. That of inference is faster, but its tensors cannot enter
+        autograd: only where nobody gets one."""
+        are_shown = self.sampling.logits_processor or self.ending.criteria or not self.own_cache
+        stay_here = not are_shown and self.model.only_copies_are_taken()
+        return torch.inference_mode() if stay_here else torch.no_grad()
 
     @property
     def from_embeddings(self) -> bool:

@@ -106,15 +106,24 @@ class Component(nn.Module):
 
 
 class Parts(Attributes):
-    """The submodules of a component."""
+    """The submodules of a component. A module in the place of a point wants every value, on the
+    slow path, whether hooks are attached to it or not."""
+
+    def __init__(self, owner: nn.Module, entries: dict[str, Any]) -> None:
+        self.points = set(getattr(owner.__dict__.get("_modules"), "points", ()))  # their names
+        super().__init__(owner, entries)
+        for name, module in entries.items():
+            self._place(name, module)
 
     def __setitem__(self, name: str, value: nn.Module | None) -> None:
-        before = self.get(name)
         super().__setitem__(name, value)
-        replaces = getattr(before, "stands_for_a_point", False)
-        if replaces and value is not None and not isinstance(value, HookPoint):
-            # a module in a point's place wants every value, on the slow path, hooks or not
-            value.listened = value.stands_for_a_point = True  # type: ignore[assignment]
+        self._place(name, value)
+
+    def _place(self, name: str, module: nn.Module | None) -> None:
+        if getattr(module, "stands_for_a_point", False):
+            self.points.add(name)
+        elif module is not None and name in self.points:
+            module.listened = module.stands_for_a_point = True  # type: ignore[assignment]
 
 
 WATCHED: dict[str, Callable[[Component, Any], Any]] = {

@@ -523,8 +523,12 @@ class KeyValueCache:
         return torch.ones(self.batch_size, self.length, dtype=torch.long, device=device)
 
     @previous_attention_mask.setter
-    def previous_attention_mask(self, mask: Int[Tensor, "batch pos"]) -> None:
-        self._mask = kv_formats.as_mask(mask)
+    def previous_attention_mask(self, mask: Int[Tensor, "..."]) -> None:
+        mask = kv_formats.as_mask(mask)
+        expected = [self.batch_size, self.length]
+        if list(mask.shape) != expected:
+            raise ValueError(f"the mask of this cache is {expected}, got {list(mask.shape)}")
+        self._mask = mask
 
     @property
     def padding(self) -> Int[Tensor, "batch pos"] | None:
