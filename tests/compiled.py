@@ -66,6 +66,12 @@ def used(name: str) -> dict[str, float]:
     compiled(tokens)
     model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 2)
     found["hooked"] = (compiled(tokens) - model(tokens)).abs().max().item()
+    with model.hooks_set_aside():
+        found["set aside"] = (compiled(tokens) - model(tokens)).abs().max().item()
+    with model.capture("resid_post") as kept:
+        compiled(tokens)
+    _, expected = model.run_with_cache(tokens)
+    found["captured"] = (kept["resid_post", 1] - expected["resid_post", 1]).abs().max().item()
     return found
 
 

@@ -1455,3 +1455,17 @@ def test_whoever_listens_in_inference_mode_keeps_what_is_made_there() -> None:
     with torch.inference_mode():
         _, kept = model.run_with_cache(ids, names_filter="resid_post")
     assert all(value.is_inference() for value in kept.values())
+
+
+def test_a_module_in_a_points_place_gets_ordinary_tensors_of_a_captured_generation() -> None:
+    class Keeping(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x)
+            return x
+
+    model, ids, seen = loud.build("rotary"), loud.tokens(1, P), []
+    model.blocks[0].hook_resid_mid = Keeping()
+    model.setup()
+    model.generate(ids, 2, stop_at_eos=False, return_cache="resid_post")
+    assert seen
+    assert not any(value.is_inference() for value in seen)

@@ -516,5 +516,9 @@ def test_a_model_is_made_where_its_config_says() -> None:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert model.cfg.device == "meta"
+        cfg.device = "cpu"
+        model.load_state_dict(HookedTransformer(cfg).state_dict(), assign=True)
+        assert model.cfg.device == "cpu"
+        cfg.device = "meta"
         here = HookedTransformer(cfg, move_to_device=False)
         assert {p.device.type for p in here.parameters()} == {"cpu"}

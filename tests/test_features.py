@@ -252,8 +252,8 @@ def test_report_104_the_unhooked_model_is_one_graph_that_agrees(
 
 
 def test_compiled_models_go_on_with_a_cache_and_hear_later_hooks(project_root: Path) -> None:
-    for differences in compiled_ones(project_root, "used", "plain", "rotary").values():
-        assert differences.keys() == {"cached", "hooked"}
+    for differences in compiled_ones(project_root, "used", "plain", "rotary", "experts").values():
+        assert differences.keys() == {"cached", "hooked", "set aside", "captured"}
         assert max(differences.values()) < 2e-5
 
 

@@ -479,3 +479,19 @@ def test_report_087_and_130_memory_stays_flat_over_50_runs(what: str) -> None:
         REPEATED[what](model)
     # one run keeps several megabytes: a leak of a single one of 50 would show
     assert resident() < 1.05 * before
+
+
+def test_a_weight_of_the_same_memory_in_another_layout_is_another_weight() -> None:
+    for name in ("W_Q", "b_Q"):
+        model, ids = native.build("rotary"), native.tokens(1, 5)
+        parameter = getattr(model.blocks[0].attn, name)
+        with torch.no_grad():
+            model(ids)
+        parameter.data = parameter.data[:1].expand_as(parameter)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids), run_with_grad(model, ids))
+
+
+def run_with_grad(model: HookedTransformer, ids: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return model(ids).detach()

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -36,8 +35,10 @@ Direction = Literal["fwd", "bwd"]
 Both = Literal["fwd", "bwd", "both"]
 
 
-# Handles that this thread does not call for now.
+# Handles that this thread does not call for now; and one entry for each block in which some thread
+# does so, because a compiled graph can look there, but not at a context variable.
 set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
+aside_somewhere: list[int] = []
 
 
 # Where torch's own methods put what they attach to a module.
@@ -440,8 +441,7 @@ class HookPoint(Component):
     def _visit(self, x: Tensor) -> Tensor:
         if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
-        # a compiled graph reads no context variables
-        aside = () if torch.compiler.is_compiling() else set_aside.get()
+        aside = set_aside.get() if aside_somewhere else ()
         for handle in tuple(self.fwd_hooks):
             if handle not in aside:
                 x = handle.run(x, self)

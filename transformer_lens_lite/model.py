@@ -877,11 +877,22 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
     def _apply(self, *args: Any, **kwargs: Any) -> "HookedTransformer":
         """What `.to()`, `.half()`, `.cuda()` … of this model, or of one around it, come to."""
         super()._apply(*args, **kwargs)
+        self._note_place()
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's; `cfg` follows a model of no memory (on "meta") to where `assign=True`
+        brings it."""
+        result = super().load_state_dict(*args, **kwargs)
+        if self.cfg.device == "meta":
+            self._note_place()
+        return result
+
+    def _note_place(self) -> None:
         if not self.a_weight.is_meta:  # else the weights are still to come, to the place cfg says
             self.cfg.device = str(self.a_weight.device)
             self.cfg.dtype = self.a_weight.dtype
             warn_if_mps(self.cfg.device)
-        return self
 
     def cuda(self, device: Any = None) -> "HookedTransformer":
         """Move to a GPU."""

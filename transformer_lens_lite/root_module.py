@@ -28,6 +28,7 @@ from transformer_lens_lite.hooks import (
     HookPoint,
     LensHandle,
     Limits,
+    aside_somewhere,
     check_hook,
     set_aside,
 )
@@ -419,11 +420,13 @@ class HookedRootModule(Component):
         """What is attached to hook points now is not called inside the block, in this thread."""
         attached = (h for point in self.hook_points() for h in point.fwd_hooks + point.bwd_hooks)
         before = set_aside.get()
+        aside_somewhere.append(1)
         try:
             set_aside.set(before.union(attached))
             yield
         finally:
             set_aside.set(before)
+            aside_somewhere.pop()
 
     def is_listened(self) -> bool:
         """Whether any function is attached anywhere in the model."""
@@ -438,7 +441,10 @@ class HookedRootModule(Component):
     def only_copies_are_taken(self) -> bool:
         """Whether nothing that is attached could hand on, or compute with, a value as it is."""
         owners = (getattr(hook, "__self__", hook) for hook in self.attached_functions())
-        computing = any(point.computes for point in self.hook_points())
+        computing = any(point.computes for point in self.hook_points()) or any(
+            getattr(module, "stands_for_a_point", False) and not isinstance(module, HookPoint)
+            for module in self.mod_dict.values()
+        )
         return not computing and all(getattr(each, "takes_copies", False) for each in owners)
 
     def attached_functions(self) -> Iterator[Callable[..., Any]]:

@@ -26,8 +26,18 @@ class NormSpec:
         return replace(self, width=width)
 
 
+class Keyed:
+    """What a forward works out once for all layers that ask for the same. `key` says what that is:
+    a string, which is quickly found, and which compilers can compare."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", repr(self))  # these are frozen
+
+
 @dataclass(frozen=True)
-class RotarySpec:
+class RotarySpec(Keyed):
     """Rotary positions on the first `dim` channels of each head, or the last."""
 
     dim: int
@@ -49,7 +59,7 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
-class QueryGrowth:
+class QueryGrowth(Keyed):
     """Queries grow with their position: times 1 + scale * log(1 + floor((pos + start) / length))
     (Llama 4; arXiv 2501.19399)."""
 
@@ -59,7 +69,7 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True)
-class Alibi:
+class Alibi(Keyed):
     """Scores fall by `slopes` of each head times the distance (arXiv 2108.12409), times `scale`.
 
     `in_bfloat16`: slope times position is rounded, position by position, whatever the model's dtype

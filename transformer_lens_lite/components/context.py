@@ -4,7 +4,7 @@ It travels beside the residual stream, so that no layer works out again what ano
 and no method needs ten parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial, reduce
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ class Memo:
     def __init__(self) -> None:
         self._memo: dict[object, object] = {}
 
-    def _once(self, key: object, make: Callable[[], T]) -> T:
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]  # type: ignore[return-value]
@@ -208,7 +208,7 @@ class ForwardContext(Memo):
 
     def turn(self, rotary: RotarySpec) -> Turn:
         """The rotation of the new positions, shared by all layers with this spec."""
-        return self._once(rotary, lambda: self._make_turn(rotary))
+        return self._once(rotary.key, lambda: self._make_turn(rotary))
 
     def _make_turn(self, rotary: RotarySpec) -> Turn:
         frequencies = inverse_frequencies(rotary, self.lengths, self.device)
@@ -218,7 +218,7 @@ class ForwardContext(Memo):
 
     def growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:
         """What the queries of the new positions are multiplied by."""
-        return self._once(spec, lambda: self._make_growth(spec))
+        return self._once(spec.key, lambda: self._make_growth(spec))
 
     def _make_growth(self, spec: QueryGrowth) -> Float[Tensor, "row pos 1 1"]:
         steps = ((self.positions + spec.start).float() / spec.length).floor()
@@ -253,8 +253,9 @@ class ForwardContext(Memo):
         """The mask of a layer, made once per distinct kind."""
         window = spec.window if spec.window is not None and spec.window < self.n_keys else None
         chunk = spec.chunk if spec.chunk is not None and spec.chunk < self.n_keys else None
-        kind = (spec.causal, window, chunk, spec.alibi)
-        return self._once(kind, lambda: self._make_mask(*kind))
+        alibi = spec.alibi
+        kind = (spec.causal, window, chunk, None if alibi is None else alibi.key)
+        return self._once(kind, lambda: self._make_mask(spec.causal, window, chunk, alibi))
 
     def _make_mask(
         self,

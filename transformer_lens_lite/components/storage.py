@@ -92,7 +92,7 @@ class JoinedProjection:
 
     def forget(self) -> None:
         """Do not keep memory alive that the parameters leave."""
-        self.places: list[int] = []
+        self.places: list[tuple[int, tuple[int, ...]]] = []
         self.views: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], ...]]:
@@ -104,7 +104,7 @@ class JoinedProjection:
         """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
         try:
             chosen = self.chosen(parameters)
-            places = [parameter.data_ptr() for parameter in chosen]
+            places = [(parameter.data_ptr(), parameter.stride()) for parameter in chosen]
         except (RuntimeError, AttributeError, KeyError):
             return None  # tensors of torch.func have no memory; parametrised weights are elsewhere
         if places != self.places:
