@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from transformer_lens_lite import fingerprint as fingerprints
+from transformer_lens_lite import kv_formats
 from transformer_lens_lite import prefixes as prefixes_module
 from transformer_lens_lite.hooks import Limits
 from transformer_lens_lite.kv_cache import KeyValueCache
@@ -936,3 +937,40 @@ def test_keys_kept_for_every_query_head_are_taken_once_per_group() -> None:
         theirs.update(*(t.repeat_interleave(times, 1) for t in (layer.keys, layer.values)), i)
     cache = KeyValueCache.from_hf(theirs, model.cfg)
     torch.testing.assert_close(model(ids[:, 4:], past_kv_cache=cache), model(ids)[:, 4:])
+
+
+def test_falcons_newer_decoder_continues_from_a_copy_for_every_query_head() -> None:
+    hf_model = tiny.build("falcon_new")
+    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf_model, device="cpu")
+    ids = tiny.tokens(hf_model.config, 2, 12)
+    theirs = model.prefix(ids[:, :9]).to_hf(model.cfg, per_query_head=True)
+    with torch.no_grad():
+        expected = hf_model(ids).logits[:, 9:]
+        ours = hf_model(ids[:, 9:], **reading(hf_model, theirs)).logits
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    back = KeyValueCache.from_hf(model.prefix(ids).to_hf(model.cfg, True), model.cfg)
+    assert back.length == 12
+    with pytest.raises(ValueError, match="per_query_head=True needs cfg="):
+        model.prefix(ids).to_hf(per_query_head=True)
+
+
+def test_latents_in_hugging_faces_cache_are_refused_either_way() -> None:
+    from transformers import DynamicCache
+
+    hf_model = tiny.build("deepseek_v3")
+    model = HookedTransformer.from_pretrained_no_processing(hf_model=hf_model, device="cpu")
+    ids = tiny.tokens(hf_model.config, 2, 12)
+    prefix = model.prefix(ids[:, :9])
+    if not kv_formats.hf_caches_latents():  # older versions keep keys and values
+        with torch.no_grad():
+            ours = hf_model(ids[:, 9:], **reading(hf_model, prefix.to_hf())).logits
+            torch.testing.assert_close(ours, hf_model(ids).logits[:, 9:], atol=1e-4, rtol=1e-4)
+        return
+    for cfg in (None, model.cfg):
+        with pytest.raises(ValueError, match="caches the latents"):
+            prefix.to_hf(cfg)
+    with torch.no_grad():
+        theirs = DynamicCache()
+        hf_model(ids[:, :9], use_cache=True, **reading(hf_model, theirs))
+    with pytest.raises(ValueError, match="latents of latent attention are neither"):
+        KeyValueCache.from_hf(theirs, model.cfg)

@@ -903,23 +903,44 @@ class KeyValueCache:
             cache._hooks = EditingHooks(facts["hooks_of"])
         return cache
 
-    def to_hf(self, cfg: HookedTransformerConfig | None = None) -> Any:
+    def to_hf(
+        self, cfg: HookedTransformerConfig | None = None, per_query_head: bool = False
+    ) -> Any:
         """A transformers DynamicCache of copies of all positions, windows or not, from which a
         Hugging Face model continues. Give that model `previous_attention_mask` and its own.
 
         Args:
             cfg: needed of a model with `ungroup_grouped_query_attention`: it says how many heads
-                keys and values have in Hugging Face's.
-        Raises: ValueError when the heads of a group differ, which an edit can make.
+                keys and values have in Hugging Face's; and with `per_query_head`.
+            per_query_head: a copy for every query head of a group, as Falcon's newer decoder keeps
+                them.
+        Raises: ValueError when the heads of a group differ, which an edit can make; of latent
+            attention, where this version of transformers caches latents.
         """
+        if per_query_head and cfg is None:
+            raise ValueError("per_query_head=True needs cfg=, which says how many those are")
+        if self._is_latent(cfg) and kv_formats.hf_caches_latents():
+            raise ValueError(
+                "latent attention: this version of transformers caches the latents that keys and "
+                "values are made from, which cannot be read off keys and values"
+            )
         layers = []
         for i, entry in enumerate(self.entries):
             pair = [t.transpose(1, 2) for t in (entry.past_keys, entry.past_values)]
-            if cfg is not None and cfg.ungroup_grouped_query_attention:
+            if cfg is not None and per_query_head:
+                times = cfg.block_specs()[i].attention.n_heads // pair[0].shape[1]
+                pair = [stored.repeat_interleave(times, 1) for stored in pair]
+            elif cfg is not None and cfg.ungroup_grouped_query_attention:
                 n_kv_heads = cfg.block_specs()[i].attention.n_kv_heads
                 pair = [kv_formats.grouped(stored, n_kv_heads) for stored in pair]
             layers.append((pair[0].clone(), pair[1].clone()))
         return kv_formats.hf_cache(layers)
+
+    def _is_latent(self, cfg: HookedTransformerConfig | None) -> bool:
+        """Whether the model it is of has latent attention, as far as anybody knows."""
+        origin = {} if self._origin is None else self._origin.config
+        config = origin if cfg is None else vars(cfg)
+        return config.get("latent_kv_rank") is not None
 
     @classmethod
     def from_hf(

@@ -101,13 +101,23 @@ def layers_of_hf(
         expected = (attention.n_kv_heads, attention.d_head, attention.d_value)
         got = (keys.shape[1], keys.shape[3], values.shape[3])
         if got != expected:
+            hint = "" if attention.latent is None else " (latents of latent attention are neither)"
             raise ValueError(
                 f"layer {i} holds (kv heads, d_head, d_value) {got}, the config says {expected}"
+                f"{hint}"
             )
         times = attention.n_heads // attention.n_kv_heads
         if cfg.ungroup_grouped_query_attention and times > 1:  # a key for each query head
             keys, values = (t.repeat_interleave(times, 1) for t in (keys, values))
         yield keys, values
+
+
+def hf_caches_latents() -> bool:
+    """Whether this version of transformers caches the latents of DeepSeek's attention, as those do
+    in which keys are made of them behind the cache."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    return hasattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
 
 
 def grouped(
