@@ -417,17 +417,21 @@ class Recorder:
 
     # -- what the hooks do --
 
+    def _name(self, hook: HookPoint) -> str:
+        """That of a point here, or of a point in a copy of the model."""
+        return self.name_of.get(hook) or hook.name or ""
+
     def activation(self, tensor: Tensor, hook: HookPoint) -> None:
         """The forward hook."""
         if self._thread is not None and get_ident() != self._thread:
             return
         self._see()
-        name = self.name_of.get(hook) or hook.name or ""  # or of a copy of the model
+        name = self._name(hook)
         self._keep(name, tensor, self.axes[name])
 
     def gradient(self, tensor: Tensor, hook: HookPoint) -> None:
         """The backward hook; autograd may have threads of its own."""
-        name, step = self.name_of.get(hook) or hook.name or "", current_step()
+        name, step = self._name(hook), current_step()
         for run in self.runs:
             for number, place in enumerate(run.places):
                 if place.step is step:

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from transformer_lens_lite.watched import edits_of
+
 # fields of a config that change no activation
 NO_MATTER = frozenset({
     "model_name", "tokenizer_name", "default_prepend_bos", "tokenizer_prepends_bos",
@@ -115,8 +117,7 @@ def weights_version(model: Any) -> WeightsVersion:
         for p in module._parameters.values():
             if p is not None:
                 memory = weakref.ref(p.untyped_storage())
-                n_edits = 0 if p.is_inference() else p._version
-                version.append((id(p), memory, p.data_ptr(), n_edits))
+                version.append((id(p), memory, p.data_ptr(), edits_of(p)))
     return tuple(version)
 
 
@@ -234,11 +235,13 @@ class EditingHooks:
 
     def of_first(self, length: int) -> "EditingHooks":
         """Those of the first `length` columns alone."""
-        hooks, known = (
+        others = [each for each in self.lasting if each not in self.hooks]
+        hooks, others = (
             [(name, hook.of_first(length)) for name, hook in each if acts_on(hook.where, length)]
-            for each in (self.hooks, [*self.hooks, *self.lasting])
+            for each in (self.hooks, others)
         )
-        return EditingHooks(length, hooks, [each for each in known if each[1].lasts])
+        lasting = [each for each in (*hooks, *others) if each[1].lasts]
+        return EditingHooks(length, hooks, lasting)
 
     def check(self, model: Any) -> None:
         """ValueError when the model now has others, which would have acted on the prefix too, or

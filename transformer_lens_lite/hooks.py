@@ -28,18 +28,16 @@ from transformer_lens_lite.steps import (
     current_step,
     running,
 )
-from transformer_lens_lite.watched import Attributes, TellingDict, TellingList
+from transformer_lens_lite.watched import Attributes, TellingDict, TellingList, edits_of
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
 Both = Literal["fwd", "bwd", "both"]
 
-
 # Handles that this thread does not call for now; and one entry for each block in which some thread
 # does so, because a compiled graph can look there, but not at a context variable.
 set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
 aside_somewhere: list[int] = []
-
 
 # Where torch's own methods put what they attach to a module.
 TORCHS_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -305,11 +303,6 @@ class LensHandle:
         marks = ["permanent"] if self.is_permanent else []
         marks += [] if self.context_level is None else [f"level {self.context_level}"]
         return f"<{self.direction} hook {name}{' ' + ', '.join(marks) if marks else ''}>"
-
-
-def edits_of(tensor: Tensor) -> int:
-    """How often it was edited in place; tensors of inference mode do not know."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_hook(hook: Any, name: str | None) -> None:

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from transformer_lens_lite.watched import edits_of
+
 FIRST_ROOM = 64
 
 
@@ -26,7 +28,7 @@ class Padding:
 
     def stand_for(self, mask: Int[Tensor, "batch pos"]) -> None:
         """Be that of this mask from now on: it came from `up_to`."""
-        self._mask, self._version = mask, version_of(mask)
+        self._mask, self._n_edits = mask, edits_of(mask)
 
     def stands_for(self, mask: Int[Tensor, "batch pos"]) -> bool:
         """Whether this is that of this very mask, as it is now, and may be used in this mode."""
@@ -34,7 +36,7 @@ class Padding:
         made_in_inference = any(each is not None and each.is_inference() for each in mine)
         return (
             self._mask is mask
-            and version_of(mask) == self._version
+            and edits_of(mask) == self._n_edits
             and (torch.is_inference_mode_enabled() or not made_in_inference)
         )
 
@@ -64,8 +66,3 @@ class Padding:
 def with_ones(mask: Int[Tensor, "batch pos"], n: int) -> Int[Tensor, "batch n"]:
     """The mask, and ones behind it up to n columns."""
     return torch.cat((mask, mask.new_ones(len(mask), n - mask.shape[1])), 1)
-
-
-def version_of(mask: Int[Tensor, "batch pos"]) -> int:
-    """How often it was edited in place; tensors of inference mode do not know."""
-    return 0 if mask.is_inference() else mask._version

@@ -1,4 +1,5 @@
-"""Containers that tell their owner what becomes of them.
+"""Containers that tell their owner what becomes of them; and how often a tensor was edited, which
+tells nobody.
 
 torch, its tools and classic code write straight into a module's containers. What the owner works
 out from those stays true all the same, and reading it costs one attribute.
@@ -10,6 +11,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
+
+from torch import Tensor
+
+
+def edits_of(tensor: Tensor) -> int:
+    """How often it was edited in place; tensors of inference mode do not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Attributes(dict[str, Any]):
