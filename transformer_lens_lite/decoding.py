@@ -204,8 +204,8 @@ class Generation:
                 self._whole_input(), attention_mask=self._whole_mask(), generation=self
             )
         if self.n_new in self._runs_anew:
-            rows, room = self.tokens.shape[0], self.expected_stop
-            self.cache = KeyValueCache.init_cache(self.model.cfg, self.tokens.device, rows, room)
+            cfg, rows, room = self.model.cfg, self.tokens.shape[0], self.expected_stop
+            self.cache = KeyValueCache.init_cache(cfg, self.tokens.device, rows, room).owned()
             return self.model.next_logits(
                 self._whole_input(),
                 attention_mask=self._whole_mask(),

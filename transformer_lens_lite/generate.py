@@ -373,9 +373,9 @@ def continued_cache(
     """The cache to fill: a new one, the given one, or a branch of a frozen one that leaves it as it
     is."""
     if past_kv_cache is None:
-        return KeyValueCache.init_cache(model.cfg, device, batch, max_len=room)
+        return KeyValueCache.init_cache(model.cfg, device, batch, max_len=room).owned()
     if past_kv_cache.frozen:
-        return past_kv_cache.branch(batch, max_len=room)
+        return past_kv_cache.branch(batch, max_len=room).owned()
     return past_kv_cache
 
 

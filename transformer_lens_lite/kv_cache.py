@@ -460,6 +460,7 @@ class KeyValueCache:
         self._hooks: EditingHooks | None = None
         self._trusted: Callable[[], Any] | None = None  # the model last checked, if it still lives
         self._is_checked = True
+        self._is_noted = True  # who fills it
 
     @classmethod
     def init_cache(
@@ -636,7 +637,8 @@ class KeyValueCache:
 
     def note_filling(self, model: Any) -> None:
         """A forward of this model got through: what it computed is stored from now on."""
-        if self.frozen or not self._is_checked or torch.compiler.is_compiling():
+        may_be_asked = self._is_noted and self._is_checked
+        if self.frozen or not may_be_asked or torch.compiler.is_compiling():
             return
         if self._filling is None or not self.length:
             is_known = self._origin is not None or not self.length
@@ -648,6 +650,12 @@ class KeyValueCache:
         """Refuse hooks from now on that are not among these and would have acted here, and to go on
         without those that would act on what follows."""
         self._hooks = hooks
+
+    def owned(self) -> "KeyValueCache":
+        """Itself, for whoever will neither change the model while it is filled nor show it to
+        anybody: it is not noted whose it is."""
+        self._is_noted = False
+        return self
 
     def unchecked(self) -> "KeyValueCache":
         """What is stored here, in the same memory, for any model whose sizes fit. Where it grows,

@@ -431,8 +431,9 @@ class HookedRootModule(Component):
     def is_listened(self) -> bool:
         """Whether any function is attached anywhere in the model."""
         return any(
-            module._forward_hooks or module._forward_pre_hooks for module in self.mod_dict.values()
-        ) or any(point.listened for point in self.hook_points())
+            isinstance(module, HookPoint) or module._forward_hooks or module._forward_pre_hooks
+            for module in self.listened_modules()
+        )
 
     def edits_are_live(self) -> bool:
         """Whether any attached function could edit an activation, or a gradient, in place."""
@@ -441,20 +442,29 @@ class HookedRootModule(Component):
     def only_copies_are_taken(self) -> bool:
         """Whether nothing that is attached could hand on, or compute with, a value as it is."""
         owners = (getattr(hook, "__self__", hook) for hook in self.attached_functions())
-        computing = any(point.computes for point in self.hook_points()) or any(
-            getattr(module, "stands_for_a_point", False) and not isinstance(module, HookPoint)
-            for module in self.mod_dict.values()
+        computing = any(
+            module.computes
+            if isinstance(module, HookPoint)
+            else getattr(module, "stands_for_a_point", False)
+            for module in self.listened_modules()
         )
         return not computing and all(getattr(each, "takes_copies", False) for each in owners)
 
     def attached_functions(self) -> Iterator[Callable[..., Any]]:
         """All hooks of points and modules, torch's own among them."""
-        for module in (self, *self.mod_dict.values()):
+        for module in self.listened_modules():
             for name in TORCHS_HOOKS:
                 yield from getattr(module, name).values()
-        for point in self.hook_points():
-            for handle in point.fwd_hooks + point.bwd_hooks:
-                yield handle.user_hook
+            if isinstance(module, HookPoint):
+                for handle in module.fwd_hooks + module.bwd_hooks:
+                    yield handle.user_hook
+
+    def listened_modules(self) -> Iterator[Any]:
+        """The modules and points at which something may be attached; those that are not this
+        library's do not say."""
+        for module in (self, *self.mod_dict.values()):
+            if getattr(module, "listened", True):
+                yield module
 
     # -- capturing --
 
