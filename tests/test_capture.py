@@ -1437,6 +1437,29 @@ def test_only_copies_are_taken_by_recorders_that_make_copies() -> None:
     assert model.only_copies_are_taken()
 
 
+def test_only_copies_are_taken_where_no_module_is_of_others() -> None:
+    class Own(HookedTransformer):
+        pass
+
+    class Other(torch.nn.Module):
+        def __init__(self, mlp: torch.nn.Module) -> None:
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(x)
+
+    model = loud.build("rotary")
+    assert Own(model.cfg).only_copies_are_taken()
+    mlp = model.blocks[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    assert not model.only_copies_are_taken()
+    del mlp.forward
+    assert model.only_copies_are_taken()
+    model.blocks[0].mlp = Other(mlp)  # and no setup()
+    assert not model.only_copies_are_taken()
+
+
 def test_a_hook_that_comes_in_the_middle_of_a_stream_gets_ordinary_tensors() -> None:
     model, ids, seen = loud.build("rotary"), loud.tokens(1, P), []
     with model.capture("resid_post") as kept:

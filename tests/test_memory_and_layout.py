@@ -144,7 +144,7 @@ def test_weights_have_the_classic_shape_over_a_matrix_in_memory() -> None:
         assert weight.T.is_contiguous()
 
 
-# --- the joined projection of queries, keys and values is never stale -----------------------------
+# --- what is remembered of weights is never stale -------------------------------------------------
 
 
 def edited_in_place(model: HookedTransformer) -> None:
@@ -204,6 +204,100 @@ def test_a_forward_follows_every_change_of_the_weights(change: Callable[..., Non
         assert torch.equal(copied(native.tokens()), untouched)
         change(copied)
         assert torch.equal(copied(native.tokens()), after)
+
+
+MATRICES = ("attn.W_Q", "attn.W_V", "attn.W_O", "mlp.W_gate", "mlp.W_in", "mlp.W_out")
+SQUARE = {"d_model": 16, "n_heads": 16, "d_head": 16, "d_mlp": 16, "gated_mlp": True}
+EDITS: dict[str, Callable[[Tensor], None]] = {
+    "halved in place": lambda weight: weight.mul_(0.5),
+    "new data": lambda weight: setattr(weight, "data", weight.data * 0.5),
+    "turned over in place": lambda weight: setattr(weight, "data", weight.data.transpose(-1, -2)),
+    "contiguous, then halved": lambda weight: (
+        setattr(weight, "data", weight.data.contiguous()), weight.mul_(0.5)
+    ),
+    "heads inmost, then halved": lambda weight: (
+        setattr(weight, "data", weight.data.transpose(0, 1).contiguous().transpose(0, 1)),
+        weight.mul_(0.5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize("name", MATRICES)
+def test_every_weight_may_be_edited_or_laid_out_anew_between_forwards(
+    name: str, edit: Callable[[Tensor], None]
+) -> None:
+    model = native.build(**SQUARE)
+    weight = model.blocks[0].get_parameter(name)
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "output_logits": True}
+    with torch.no_grad():
+        before = model(native.tokens())
+        logits = model.generate(native.tokens(), 2, **how).logits
+        for _ in range(3):
+            edit(weight)
+            after = model(native.tokens())
+            assert (after - before).abs().max() > 0.01
+            before = after
+    expected = model(native.tokens()).detach()  # by the weights themselves
+    torch.testing.assert_close(after, expected, atol=2e-5, rtol=1e-5)
+    again = model.generate(native.tokens(), 2, **how).logits
+    torch.testing.assert_close(again[0], expected[:, -1], atol=2e-5, rtol=1e-5)
+    assert not torch.equal(again[1], logits[1])
+
+
+def test_adjoining_weights_of_another_layout_may_be_edited() -> None:
+    model = native.build()
+    attention = model.blocks[0].attn
+    names = ("W_Q", "W_K", "W_V")
+    whole = torch.cat([getattr(attention, name).detach() for name in names])  # heads first
+    for name, part in zip(names, whole.split([len(whole) // 3] * 3), strict=True):
+        setattr(attention, name, torch.nn.Parameter(part))
+    with torch.no_grad():
+        before = model(native.tokens())
+        attention.W_Q.mul_(0.5)
+        after = model(native.tokens())
+    assert (after - before).abs().max() > 0.01
+    torch.testing.assert_close(after, model(native.tokens()).detach(), atol=2e-5, rtol=1e-5)
+
+
+def test_a_shallow_copy_of_a_layer_remembers_its_own_weights() -> None:
+    model = native.build()
+    mlp = copy.copy(model.blocks[0].mlp)
+    mlp.W_in = torch.nn.Parameter(mlp.W_in.detach() * 2)
+    model.blocks[1].mlp = mlp
+    expected = model(native.tokens()).detach()[:, -1]
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "output_logits": True}
+    logits = model.generate(native.tokens(), 1, **how).logits[0]
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_code_of_others_may_change_weights_between_the_steps_of_a_generation() -> None:
+    """As one that adds fresh noise to a weight for every forward does."""
+    model, factors = native.build(), iter((1.0, 0.5, 2.0))
+    mlp, own = model.blocks[0].mlp, model.blocks[0].mlp.W_out.detach().clone()
+
+    def forward(x: Tensor) -> Tensor:
+        mlp.W_out.data = own * next(factors)
+        return type(mlp).forward(mlp, x)
+
+    mlp.forward = forward
+    how: dict[str, Any] = {"do_sample": False, "stop_at_eos": False, "output_logits": True}
+    out = model.generate(native.tokens(), 3, use_past_kv_cache=False, **how)
+    del mlp.forward
+    for step, factor in enumerate((1.0, 0.5, 2.0)):
+        mlp.W_out.data = own * factor
+        expected = model(out.sequences[:, : native.tokens().shape[1] + step])[:, -1]
+        torch.testing.assert_close(out.logits[step], expected.detach(), atol=2e-5, rtol=1e-5)
+
+
+def test_moved_weights_leave_no_memory_behind() -> None:
+    model = native.build("gated")
+    with torch.no_grad():
+        model(native.tokens())
+    old = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
+    model.to(torch.float64)
+    gc.collect()
+    assert not any(memory() for memory in old)
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped_rotary", "tied"])

@@ -374,6 +374,8 @@ def test_a_growing_cache_is_nobodys_and_costs_no_reading_of_weights(
 
     monkeypatch.setattr(fingerprints, "weights_digest", counted)
     model.generate(loud.tokens(1, 4), 4, **GREEDY)
+    model.generate(loud.tokens(1, 4), 4, n=2, verbose=False, stop_at_eos=False)  # its own prefix
+    model.generate(loud.tokens(1, 4), 4, num_beams=3, **GREEDY)
     cache = KeyValueCache.init_cache(model.cfg)
     run(model, loud.tokens(1, 4), past_kv_cache=cache)
     scale(model)

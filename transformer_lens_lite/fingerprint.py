@@ -145,6 +145,11 @@ def is_ours(thing: Any) -> bool:
     return thing is nn.ModuleList or where.startswith("transformer_lens_lite.")
 
 
+def computes_as_ours(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class compute by code of this library alone."""
+    return is_ours(kind) or is_ours(getattr(kind, "forward", None))
+
+
 def foreign_parts(model: Any) -> list[str]:
     """What computes in a model beside its own parts: modules of other classes, and functions in
     place of a `forward` or another attribute, by where they are defined."""

@@ -269,12 +269,17 @@ class KeyValueCacheEntry:
     def check_kind(self, keys: NewKeys) -> None:
         """Raise ValueError unless these keys are of the shape, dtype and device stored here."""
         mine = self._keys
-        if (
-            keys.dtype != mine.dtype
-            or keys.device != mine.device
-            or keys.shape[1::2] != mine.shape[1::2]
-        ):
+        new, stored = keys.shape, mine.shape
+        is_alike = keys.dtype == mine.dtype and keys.device == mine.device
+        if not is_alike or new[1] != stored[1] or new[3] != stored[3]:
             check_like(keys, mine, "keys")  # which says what differs
+
+    def check_next(self, batch: int, n_new: int) -> None:
+        """Raise ValueError unless an input [batch, n_new] may follow here."""
+        fits = self.max_len is None or self._length + n_new <= self.max_len
+        if not fits or batch != self._keys.shape[0]:
+            self.check_batch(batch)  # which, if anything, is wrong
+            self.check_room(n_new)
 
     def check_batch(self, batch: int) -> None:
         """Raise ValueError unless an input of `batch` rows may continue, or read, this entry."""
@@ -507,6 +512,17 @@ class KeyValueCache:
     def length(self) -> int:
         """Positions stored."""
         return self.entries[0].length if self.entries else 0
+
+    def length_before(self, layers: range, batch: int, n_new: int) -> int:
+        """Positions stored in these layers; ValueError unless an input [batch, n_new] may follow
+        them in each."""
+        entries = self.entries[layers.start : layers.stop]
+        lengths = {entry.length for entry in entries}
+        if len(lengths) > 1:
+            raise ValueError(f"the cache holds different lengths in different layers: {lengths}")
+        for entry in entries:
+            entry.check_next(batch, n_new)
+        return lengths.pop() if lengths else self.length
 
     @property
     def batch_size(self) -> int:

@@ -638,14 +638,9 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             raise ValueError("past_kv_cache of a model without layers: nothing is kept of a text")
         if len(cache) != self.cfg.n_layers:
             raise ValueError(f"the cache has {len(cache)} layers, the model {self.cfg.n_layers}")
-        lengths = {cache[layer].length for layer in layers}
-        if len(lengths) > 1:
-            raise ValueError(f"the cache holds different lengths in different layers: {lengths}")
-        for layer in layers:
-            cache[layer].check_batch(batch)
-            cache[layer].check_room(n_new)
+        length = cache.length_before(layers, batch, n_new)
         cache.check_model(self)
-        return lengths.pop() if lengths else cache.length
+        return length
 
     def _joined_mask(
         self,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_lens_lite.capture import CaptureSpec, Recorder
+from transformer_lens_lite.fingerprint import computes_as_ours
 from transformer_lens_lite.hooks import (
     TORCHS_HOOKS,
     Attachment,
@@ -440,31 +441,39 @@ class HookedRootModule(Component):
         return any(not getattr(hook, "is_listener", False) for hook in self.attached_functions())
 
     def only_copies_are_taken(self) -> bool:
-        """Whether nothing that is attached could hand on, or compute with, a value as it is."""
-        owners = (getattr(hook, "__self__", hook) for hook in self.attached_functions())
-        computing = any(
-            module.computes
-            if isinstance(module, HookPoint)
-            else getattr(module, "stands_for_a_point", False)
-            for module in self.listened_modules()
-        )
-        return not computing and all(getattr(each, "takes_copies", False) for each in owners)
+        """Whether nothing that is attached, and no module of others, could hand on, or compute
+        with, a value as it is."""
+        modules = list(self.parts())
+        if any("forward" in vars(each) for each in modules):
+            return False
+        if not all(computes_as_ours(kind) for kind in {type(each) for each in modules}):
+            return False
+        for module in filter(may_be_listened, modules):
+            is_point = isinstance(module, HookPoint)
+            if module.computes if is_point else getattr(module, "stands_for_a_point", False):
+                return False
+            for hook in attached_to(module):
+                if not getattr(getattr(hook, "__self__", hook), "takes_copies", False):
+                    return False
+        return True
 
     def attached_functions(self) -> Iterator[Callable[..., Any]]:
         """All hooks of points and modules, torch's own among them."""
         for module in self.listened_modules():
-            for name in TORCHS_HOOKS:
-                yield from getattr(module, name).values()
-            if isinstance(module, HookPoint):
-                for handle in module.fwd_hooks + module.bwd_hooks:
-                    yield handle.user_hook
+            yield from attached_to(module)
 
     def listened_modules(self) -> Iterator[Any]:
-        """The modules and points at which something may be attached; those that are not this
-        library's do not say."""
-        for module in (self, *self.mod_dict.values()):
-            if getattr(module, "listened", True):
-                yield module
+        """The modules and points at which something may be attached."""
+        return filter(may_be_listened, self.parts())
+
+    def parts(self) -> Iterator[nn.Module]:
+        """All modules as they are now, this one among them, in no order; as `modules()`, for those
+        who are in a hurry."""
+        waiting: list[nn.Module] = [self]
+        while waiting:
+            module = waiting.pop()
+            yield module
+            waiting += filter(None, module._modules.values())
 
     # -- capturing --
 
@@ -585,6 +594,21 @@ class HookedRootModule(Component):
     def _cache_of(self, recorder: Recorder) -> Any:
         """What `run_with_cache` returns of what was recorded."""
         return recorder.first().values
+
+
+def may_be_listened(module: nn.Module) -> bool:
+    """Whether something may be attached at a module or point; those that are not this library's do
+    not say."""
+    return getattr(module, "listened", True)
+
+
+def attached_to(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """All hooks of one module or point, torch's own among them."""
+    for name in TORCHS_HOOKS:
+        yield from getattr(module, name).values()
+    if isinstance(module, HookPoint):
+        for handle in module.fwd_hooks + module.bwd_hooks:
+            yield handle.user_hook
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:

@@ -336,7 +336,7 @@ class Sampling:
             self.freq_penalty or self.repetition_penalty != 1.0 or self.no_repeat_ngram_size
         )
 
-    @property
+    @functools.cached_property
     def is_processing(self) -> bool:
         """Whether anything happens to logits before the warpers."""
         return bool(

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from transformer_lens_lite.components.context import ForwardContext, Mask
 from transformer_lens_lite.components.norm import FullWidthRMSNorm, Norm, RMSNorm, build_norm
 from transformer_lens_lite.components.storage import (
-    JoinedProjection,
+    Projecting,
+    Remembered,
     in_matrix,
     in_projections,
+    joined_projection,
     matmul_ready,
     out_matrix,
     out_projection,
@@ -24,7 +26,7 @@ from transformer_lens_lite.components.storage import (
 )
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.factored_matrix import FactoredMatrix
-from transformer_lens_lite.hooks import Absent, Component, HookPoint
+from transformer_lens_lite.hooks import Absent, HookPoint
 from transformer_lens_lite.kv_cache import Segment
 from transformer_lens_lite.specs import AttentionSpec, NormSpec
 
@@ -43,7 +45,7 @@ HeadsFirst = Float[Tensor, "batch head pos d_head"]
 Weighed = Float[Tensor, "batch head pos d_value"]
 
 
-class Attention(Component):
+class Attention(Projecting):
     """Queries, keys, values; who looks at whom; and back into the residual stream.
 
     Parameters: `W_Q`, `W_K`, `W_V` [head, d_model, d_head] with biases [head, d_head]; `W_O`
@@ -74,7 +76,8 @@ class Attention(Component):
         self.W_names = ("W_Q", f"{self.prefix}W_K", f"{self.prefix}W_V")
         self.b_names = ("b_Q", f"{self.prefix}b_K", f"{self.prefix}b_V")
         self._make_projections()
-        self.joined = JoinedProjection(self.W_names, self.b_names)
+        self.joined = Remembered(joined_projection, *self.W_names, *self.b_names)
+        self.out_matrix = Remembered(out_matrix, "W_O")
         self.W_O = out_projection(n, spec.d_value, spec.d_model)
         self.b_O = nn.Parameter(torch.zeros(spec.d_model))
         if spec.sinks:
@@ -121,10 +124,6 @@ class Attention(Component):
             parameter = self._parameters.get(name)
             if parameter is not None:  # parametrised ones are elsewhere
                 parameter.data = matmul_ready(parameter.data)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
-        self.joined.forget()
-        return super()._apply(*args, **kwargs)
 
     @property
     def QK(self) -> FactoredMatrix:
@@ -181,7 +180,7 @@ class Attention(Component):
         """Queries, keys and values of the new positions; by one product where their weights
         adjoin."""
         if self.may_join() and query_input is key_input and key_input is value_input:
-            joined = self.joined.of(self._parameters)
+            joined = self.joined.kept(self)
             if joined is not None:
                 n, kv, d_head = self.spec.n_heads, self.spec.n_kv_heads, self.spec.d_head
                 shape = (*query_input.shape[:2], n + 2 * kv, d_head)
@@ -192,15 +191,9 @@ class Attention(Component):
         return q, *self.keys_and_values(key_input, value_input)
 
     def may_join(self) -> bool:
-        """One product has no gradients for three parameters, and its parts share one memory:
-        whoever keeps the queries should not keep the rest with them."""
-        return not (
-            torch.is_grad_enabled()
-            or self.hook_q.listened
-            or self.hook_k.listened
-            or self.hook_v.listened
-            or torch.compiler.is_compiling()
-        )
+        """The parts of one product share one memory: whoever keeps the queries should not keep the
+        rest with them."""
+        return not (self.hook_q.listened or self.hook_k.listened or self.hook_v.listened)
 
     def keys_and_values(
         self,
@@ -231,7 +224,7 @@ class Attention(Component):
         if self.hook_result.listened:
             result = torch.einsum("bpnh,nhm->bpnm", z, self.W_O)
             return self.hook_result(result).sum(2) + self.b_O
-        return F.linear(z.flatten(2), out_matrix(self.W_O), self.b_O)
+        return F.linear(z.flatten(2), self.out_matrix.of(self), self.b_O)
 
     # -- the four ways to weigh --
 

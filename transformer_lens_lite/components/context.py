@@ -163,8 +163,6 @@ class ForwardContext(Memo):
         self.padding = None if cache is None else cache.padding_of(attention_mask)
         # how often the cache was filled before: it counts this forward before the last norm
         self.n_before = 0 if cache is None else cache.n_forwards
-        # which nobody can say of meta tensors
-        self.is_autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
         self.shortformer_pos_embed = shortformer_pos_embed
         self.token_type_ids = token_type_ids
 
@@ -236,10 +234,15 @@ class ForwardContext(Memo):
         if self.cache is None:
             return ((keys, values),)
         entry = self.cache[layer]
-        if self.is_autocast:  # products come in a narrower dtype
+        if keys.dtype != self.dtype and self.is_autocast:  # products come in a narrower dtype
             keys, values = keys.to(self.dtype), values.to(self.dtype)
         entry.check_kind(keys)  # batch and room were checked before anything was run
         return entry.extend(keys, values)
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether torch chooses the dtype of products; nobody can say so of meta tensors."""
+        return self.device.type != "meta" and torch.is_autocast_enabled(self.device.type)
 
     def commit(self, layers: range) -> None:
         """Count the new positions as cached in these layers: the forward got through."""
@@ -273,7 +276,7 @@ class ForwardContext(Memo):
             visible=partial(self._visible, causal, window, chunk) if bites else None,
             known_bias=None if local or self.n_new > 1 else self._padding_bias(),
             distance=partial(self._alibi, alibi) if alibi is not None else None,
-            has_padding=self.has_padded_queries,
+            has_padding=padded and self.has_padded_queries,
             n_open=0 if local or padded or alibi is not None else self.n_past,
             dtype=self.dtype,
         )

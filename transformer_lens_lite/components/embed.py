@@ -93,7 +93,7 @@ class PosEmbed(Component):
             return self(ForwardContext.alone(context)).expand(len(context), -1, -1)
         mask = context.new_tokens_mask
         if mask is None:
-            return self.W_pos[None, context.n_past : context.n_keys]
+            return self.W_pos.narrow(0, context.n_past, context.n_new).unsqueeze(0)
         rows = torch.embedding(self.W_pos, context.positions)
         return rows * mask[..., None].to(rows.dtype) if context.has_padded_queries else rows
 

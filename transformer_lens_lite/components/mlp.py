@@ -7,13 +7,18 @@ from torch import Tensor, nn
 
 from transformer_lens_lite.components.activations import build_activation
 from transformer_lens_lite.components.norm import build_norm
-from transformer_lens_lite.components.storage import transposed
+from transformer_lens_lite.components.storage import (
+    Projecting,
+    Remembered,
+    transposed,
+    transposes,
+)
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import HookPoint
 from transformer_lens_lite.specs import MLPSpec
 
 
-class MLP(Component):
+class MLP(Projecting):
     """Widen, bend, narrow: `W_in` [d_model, d_mlp], `b_in`, `W_out` [d_mlp, d_model], `b_out`.
 
     With a "*_ln" activation a LayerNorm `ln` follows the nonlinearity, and `hook_mid` lies between
@@ -24,6 +29,7 @@ class MLP(Component):
         super().__init__()
         self.cfg = cfg
         self.spec = spec
+        self.matrices = Remembered(transposes, "W_in", "W_out")
         self.W_in = transposed(spec.d_model, spec.d_mlp)
         self.b_in = nn.Parameter(torch.zeros(spec.d_mlp))
         self.W_out = transposed(spec.d_mlp, spec.d_model)
@@ -37,9 +43,10 @@ class MLP(Component):
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """What the MLP adds to the stream."""
-        pre = self.hook_pre(F.linear(x, self.W_in.T, self.b_in))
+        into, out_of = self.matrices.of(self)
+        pre = self.hook_pre(F.linear(x, into, self.b_in))
         post = self.hook_post(self.bent(pre))
-        return F.linear(post, self.W_out.T, self.b_out)
+        return F.linear(post, out_of, self.b_out)
 
     def bent(self, pre: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos d_mlp"]:
         """The nonlinearity, and the norm that belongs to some of them."""
@@ -61,6 +68,7 @@ class GatedMLP(MLP):
 
     def __init__(self, cfg: HookedTransformerConfig, spec: MLPSpec) -> None:
         super().__init__(cfg, spec)
+        self.matrices = Remembered(transposes, "W_gate", "W_in", "W_out")
         self.W_gate = transposed(spec.d_model, spec.d_mlp)
         for name in ("b_gate", "b_up"):
             bias = nn.Parameter(torch.zeros(spec.d_mlp)) if spec.gated_biases else None
@@ -68,7 +76,8 @@ class GatedMLP(MLP):
         self.hook_pre_linear = HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        pre = self.hook_pre(F.linear(x, self.W_gate.T, self.b_gate))
-        pre_linear = self.hook_pre_linear(F.linear(x, self.W_in.T, self.b_up))
+        gate, into, out_of = self.matrices.of(self)
+        pre = self.hook_pre(F.linear(x, gate, self.b_gate))
+        pre_linear = self.hook_pre_linear(F.linear(x, into, self.b_up))
         post = self.hook_post(torch.addcmul(self.b_in, self.bent(pre), pre_linear))
-        return F.linear(post, self.W_out.T, self.b_out)
+        return F.linear(post, out_of, self.b_out)

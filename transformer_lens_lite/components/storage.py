@@ -6,13 +6,18 @@ a strided view of it. The functions below undo the view; for any layout a checkp
 views themselves.
 """
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from transformer_lens_lite.hooks import Component
+
+Views = TypeVar("Views")
 
 
 def in_projections(n_heads: tuple[int, ...], d_model: int, d_head: int) -> list[nn.Parameter]:
@@ -74,44 +79,115 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), stride, start)
 
 
-class JoinedProjection:
-    """One matrix and bias for several projections whose parameters adjoin in memory.
+def joined_projection(
+    *weights_and_biases: Float[Tensor, "..."],
+) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
+    """One matrix and bias for `F.linear`, of several projections whose weights, and whose biases,
+    adjoin in memory; None where they lie apart.
 
     Queries, keys and values made here, or cut from one matrix of a checkpoint, adjoin: one product
-    serves all three. The views are remembered for as long as the parameters stay where they are;
-    copies of a model make their own.
+    serves all three.
+    """
+    n = len(weights_and_biases) // 2
+    weight, bias = side_by_side(weights_and_biases[:n]), side_by_side(weights_and_biases[n:])
+    return None if weight is None or bias is None else (in_matrix(weight), bias.flatten())
+
+
+def transposes(
+    *weights: Float[Tensor, "_d_in _d_out"],
+) -> tuple[Float[Tensor, "_d_out _d_in"], ...]:
+    """What `F.linear` takes of each."""
+    return tuple(weight.T for weight in weights)
+
+
+# The block `undisturbed` that this thread is in; None outside of one.
+_block: ContextVar[object | None] = ContextVar("block", default=None)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inference mode, in which nobody's code runs but ours: what was looked at once in this block
+    stays as it is."""
+    before = _block.get()
+    try:
+        _block.set(object())
+        with torch.inference_mode():
+            yield
+    finally:
+        _block.set(before)
+
+
+class Remembered(Generic[Views]):
+    """What products take of some parameters of a module, for as long as those stay where they are.
+
+    They are views; but in a small model's step, a view of a parameter costs a third of the product
+    it is for. Copies of a model make their own.
 
     Args:
-        weights, biases: names of the parameters, in the order in which they adjoin.
+        make: the views, of the parameters.
+        names: of the parameters, as `make` takes them.
     """
 
-    def __init__(self, weights: tuple[str, ...], biases: tuple[str, ...]) -> None:
-        self.names = weights, biases
-        self.chosen = itemgetter(*weights, *biases)
+    def __init__(self, make: Callable[..., Views], *names: str) -> None:
+        self.make = make
+        self.names = names
         self.forget()
 
     def forget(self) -> None:
         """Do not keep memory alive that the parameters leave."""
-        self.places: list[tuple[int, tuple[int, ...]]] = []
-        self.views: tuple[Tensor, Tensor] | None = None
+        self.known: tuple[Any, Views, object | None] | None = None  # places, views, block
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], ...]]:
-        return JoinedProjection, self.names
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Remembered, (self.make, *self.names)
 
-    def of(
-        self, parameters: Mapping[str, Any]
-    ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"]] | None:
-        """(matrix, bias) for `F.linear`, or None when the parameters lie apart."""
+    def of(self, module: nn.Module) -> Views:
+        """The views; with their graph where gradients are wanted."""
+        kept = self.kept(module)
+        return self.make(*(getattr(module, name) for name in self.names)) if kept is None else kept
+
+    def kept(self, module: nn.Module) -> Views | None:
+        """The views, remembered. None where nothing can be: a gradient is wanted, a graph is being
+        compiled, tensors are torch.func's and have no memory, or parametrised and elsewhere."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        known, block = self.known, _block.get()  # looked at once: other threads may replace it
+        if known is not None and block is not None and known[2] is block:
+            return known[1]
+        own = module._parameters
         try:
-            chosen = self.chosen(parameters)
+            chosen: list[Any] = [own[name] for name in self.names]
             places = [(parameter.data_ptr(), parameter.stride()) for parameter in chosen]
         except (RuntimeError, AttributeError, KeyError):
-            return None  # tensors of torch.func have no memory; parametrised weights are elsewhere
-        if places != self.places:
-            n = len(self.names[0])
-            weight, bias = side_by_side(chosen[:n]), side_by_side(chosen[n:])
-            self.views = None
-            if weight is not None and bias is not None:
-                self.views = in_matrix(weight).detach(), bias.detach().flatten()
-            self.places = places
-        return self.views
+            return None
+        if known is not None and known[0] == places:
+            views = known[1]
+        else:
+            views = self.make(*(parameter.detach() for parameter in chosen))
+            if not lie_in(views, chosen):  # some layouts take a copy, which would become stale
+                self.forget()
+                return views
+        self.known = places, views, block
+        return views
+
+
+def lie_in(views: Any, parameters: Sequence[Tensor]) -> bool:
+    """Whether a tensor, or several in a tuple, are in the memory of these; None is nowhere else."""
+    memory = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    several = views if isinstance(views, tuple) else (views,)
+    return all(each is None or each.untyped_storage().data_ptr() in memory for each in several)
+
+
+class Projecting(Component):
+    """A component that remembers views of its parameters."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        for value in vars(self).values():
+            if isinstance(value, Remembered):
+                value.forget()
+        return super()._apply(*args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, value in state.items():
+            if isinstance(value, Remembered):  # a shallow copy has the same one
+                setattr(self, name, Remembered(value.make, *value.names))
