@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from transformer_lens_lite import (
     ActivationCache,
@@ -1458,6 +1459,24 @@ def test_only_copies_are_taken_where_no_module_is_of_others() -> None:
     assert model.only_copies_are_taken()
     model.blocks[0].mlp = Other(mlp)  # and no setup()
     assert not model.only_copies_are_taken()
+    model.blocks[0].mlp = mlp
+    handle = register_module_forward_hook(lambda module, args, out: None)
+    assert not model.only_copies_are_taken()
+    handle.remove()
+    assert model.only_copies_are_taken()
+
+
+def test_modules_that_are_false_or_hold_each_other_are_looked_into() -> None:
+    model = loud.build("rotary")
+    nothing = torch.nn.ModuleList()
+    nothing.owner = model  # which is in a circle then
+    model.blocks[0].note = nothing
+    assert not model.is_listened()
+    assert model.only_copies_are_taken()
+    handle = nothing.register_forward_hook(lambda module, args, out: None)
+    assert model.is_listened()
+    assert not model.only_copies_are_taken()
+    handle.remove()
 
 
 def test_a_hook_that_comes_in_the_middle_of_a_stream_gets_ordinary_tensors() -> None:

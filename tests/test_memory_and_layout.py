@@ -18,9 +18,11 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 
 from transformer_lens_lite import HookedTransformer
 from transformer_lens_lite.kv_cache import KeyValueCache
@@ -271,6 +273,51 @@ def test_a_shallow_copy_of_a_layer_remembers_its_own_weights() -> None:
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
 
 
+def test_neurons_may_be_cut_off_in_place() -> None:
+    model = native.build()
+    with torch.no_grad():
+        model(native.tokens())
+        mlp = model.blocks[0].mlp
+        for name in ("W_in", "b_in", "W_out"):
+            weight = getattr(mlp, name)
+            weight.data = weight.data[:9] if name == "W_out" else weight.data[..., :9]
+        after = model(native.tokens())
+    torch.testing.assert_close(after, model(native.tokens()).detach(), atol=2e-5, rtol=1e-5)
+
+
+class Storageless(torch.Tensor):
+    """As quantised weights are: a tensor around others, with no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Storageless":
+        how = {"strides": values.stride(), "dtype": values.dtype}
+        return Tensor._make_wrapper_subclass(cls, values.shape, **how)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args = tree_map_only(Storageless, lambda each: each.values, args)
+        out = function(*args, **(kwargs or {}))
+        is_view = function in (torch.ops.aten.t.default, torch.ops.aten.detach.default)
+        return Storageless(out) if is_view else out
+
+
+@torch.no_grad()
+def test_weights_may_have_no_memory_of_their_own() -> None:
+    model = native.build()
+    expected = model(native.tokens())
+    mlp = model.blocks[0].mlp
+    for name in ("W_in", "W_out"):
+        wrapped = Storageless(getattr(mlp, name).detach())
+        setattr(mlp, name, torch.nn.Parameter(wrapped, requires_grad=False))
+    for _ in range(2):
+        torch.testing.assert_close(model(native.tokens()), expected, atol=2e-5, rtol=1e-5)
+    mlp.W_in.values.mul_(0.5)
+    assert (model(native.tokens()) - expected).abs().max() > 0.01
+
+
 def test_code_of_others_may_change_weights_between_the_steps_of_a_generation() -> None:
     """As one that adds fresh noise to a weight for every forward does."""
     model, factors = native.build(), iter((1.0, 0.5, 2.0))
@@ -290,12 +337,37 @@ def test_code_of_others_may_change_weights_between_the_steps_of_a_generation() -
         torch.testing.assert_close(out.logits[step], expected.detach(), atol=2e-5, rtol=1e-5)
 
 
+def test_tangents_of_weights_come_through_no_grad() -> None:
+    model, tokens = native.build(), native.tokens()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    directions = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def tangent() -> Tensor:
+        with forward_ad.dual_level():
+            dual = {n: forward_ad.make_dual(weights[n], directions[n]) for n in weights}
+            # the explicit steps: torch's fused kernel has no forward-mode derivative
+            with model.hooks([("blocks.*.attn.hook_pattern", lambda value, hook: None)]):
+                return forward_ad.unpack_dual(functional_call(model, dual, tokens)).tangent
+
+    expected = tangent().detach()
+    with torch.no_grad():
+        model(tokens)
+        torch.testing.assert_close(tangent(), expected, atol=1e-3, rtol=1e-4)
+
+
 def test_moved_weights_leave_no_memory_behind() -> None:
     model = native.build("gated")
     with torch.no_grad():
         model(native.tokens())
     old = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
     model.to(torch.float64)
+    gc.collect()
+    assert not any(memory() for memory in old)
+    with torch.no_grad():
+        model(native.tokens())
+    old = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
+    state = native.build("gated", seed=1).to(torch.float64).state_dict()
+    model.load_state_dict(state, assign=True)
     gc.collect()
     assert not any(memory() for memory in old)
 

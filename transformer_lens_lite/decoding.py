@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from transformer_lens_lite.components.storage import undisturbed
 from transformer_lens_lite.kv_cache import KeyValueCache
 from transformer_lens_lite.sampling import Sampling, name_of
 
@@ -161,7 +160,7 @@ class Generation:
         autograd: only where nobody gets one."""
         are_shown = self.sampling.logits_processor or self.ending.criteria or not self.own_cache
         stay_here = not are_shown and self.model.only_copies_are_taken()
-        return undisturbed() if stay_here else torch.no_grad()
+        return torch.inference_mode() if stay_here else torch.no_grad()
 
     @property
     def from_embeddings(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from transformer_lens_lite.capture import CaptureSpec, Recorder
 from transformer_lens_lite.fingerprint import computes_as_ours
@@ -441,10 +442,10 @@ class HookedRootModule(Component):
         return any(not getattr(hook, "is_listener", False) for hook in self.attached_functions())
 
     def only_copies_are_taken(self) -> bool:
-        """Whether nothing that is attached, and no module of others, could hand on, or compute
+        """Whether nothing that is attached, and no `forward` of others, could hand on, or compute
         with, a value as it is."""
-        modules = list(self.parts())
-        if any("forward" in vars(each) for each in modules):
+        modules = list(self.modules())
+        if torch_module._has_any_global_hook() or any("forward" in vars(m) for m in modules):
             return False
         if not all(computes_as_ours(kind) for kind in {type(each) for each in modules}):
             return False
@@ -464,16 +465,7 @@ class HookedRootModule(Component):
 
     def listened_modules(self) -> Iterator[Any]:
         """The modules and points at which something may be attached."""
-        return filter(may_be_listened, self.parts())
-
-    def parts(self) -> Iterator[nn.Module]:
-        """All modules as they are now, this one among them, in no order; as `modules()`, for those
-        who are in a hurry."""
-        waiting: list[nn.Module] = [self]
-        while waiting:
-            module = waiting.pop()
-            yield module
-            waiting += filter(None, module._modules.values())
+        return filter(may_be_listened, self.modules())
 
     # -- capturing --
 

@@ -6,14 +6,14 @@ a strided view of it. The functions below undo the view; for any layout a checkp
 views themselves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from transformer_lens_lite.hooks import Component
 
@@ -100,21 +100,8 @@ def transposes(
     return tuple(weight.T for weight in weights)
 
 
-# The block `undisturbed` that this thread is in; None outside of one.
-_block: ContextVar[object | None] = ContextVar("block", default=None)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Inference mode, in which nobody's code runs but ours: what was looked at once in this block
-    stays as it is."""
-    before = _block.get()
-    try:
-        _block.set(object())
-        with torch.inference_mode():
-            yield
-    finally:
-        _block.set(before)
+# Where a parameter's numbers lie; as functions, for loops that cost little in a step.
+ADDRESS, STRIDES, SHAPE = Tensor.data_ptr, Tensor.stride, attrgetter("shape")
 
 
 class Remembered(Generic[Views]):
@@ -135,7 +122,7 @@ class Remembered(Generic[Views]):
 
     def forget(self) -> None:
         """Do not keep memory alive that the parameters leave."""
-        self.known: tuple[Any, Views, object | None] | None = None  # places, views, block
+        self.known: tuple[Any, Views] | None = None  # places, and the views there
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Remembered, (self.make, *self.names)
@@ -148,25 +135,23 @@ class Remembered(Generic[Views]):
     def kept(self, module: nn.Module) -> Views | None:
         """The views, remembered. None where nothing can be: a gradient is wanted, a graph is being
         compiled, tensors are torch.func's and have no memory, or parametrised and elsewhere."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # a tangent of forward-mode AD, which no_grad lets through, has the address of its weight
+        has_tangents = forward_ad._current_level >= 0
+        if torch.is_grad_enabled() or has_tangents or torch.compiler.is_compiling():
             return None
-        known, block = self.known, _block.get()  # looked at once: other threads may replace it
-        if known is not None and block is not None and known[2] is block:
-            return known[1]
-        own = module._parameters
+        known = self.known  # read once: other threads may replace it
         try:
-            chosen: list[Any] = [own[name] for name in self.names]
-            places = [(parameter.data_ptr(), parameter.stride()) for parameter in chosen]
-        except (RuntimeError, AttributeError, KeyError):
+            chosen: list[Any] = [*map(module._parameters.__getitem__, self.names)]
+            places = [*map(ADDRESS, chosen), *map(STRIDES, chosen), *map(SHAPE, chosen)]
+        except (RuntimeError, TypeError, KeyError):
             return None
         if known is not None and known[0] == places:
-            views = known[1]
-        else:
-            views = self.make(*(parameter.detach() for parameter in chosen))
-            if not lie_in(views, chosen):  # some layouts take a copy, which would become stale
-                self.forget()
-                return views
-        self.known = places, views, block
+            return known[1]
+        if not all(isinstance(each, nn.Parameter) and each.data_ptr() for each in chosen):
+            return None  # handed in for one call, or without memory of its own
+        views = self.make(*(each.detach() for each in chosen))
+        # some layouts take a copy, which would become stale
+        self.known = (places, views) if lie_in(views, chosen) else None
         return views
 
 
@@ -180,11 +165,19 @@ def lie_in(views: Any, parameters: Sequence[Tensor]) -> bool:
 class Projecting(Component):
     """A component that remembers views of its parameters."""
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self) -> None:
         for value in vars(self).values():
             if isinstance(value, Remembered):
                 value.forget()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget()
         return super()._apply(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            self._forget()
+        super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
