@@ -1479,6 +1479,28 @@ def test_modules_that_are_false_or_hold_each_other_are_looked_into() -> None:
     handle.remove()
 
 
+def test_a_wrapper_that_speaks_for_what_it_wraps_is_looked_at_itself() -> None:
+    class Speaking(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    model = loud.build("rotary")
+    wrapper = model.blocks[0].mlp = Speaking(model.blocks[0].mlp)
+    model.setup()
+    assert wrapper.listened is False  # says the MLP
+    handle = wrapper.register_forward_hook(lambda module, args, out: None)
+    assert model.is_listened()
+    assert model.edits_are_live()
+    handle.remove()
+
+
 def test_a_hook_that_comes_in_the_middle_of_a_stream_gets_ordinary_tensors() -> None:
     model, ids, seen = loud.build("rotary"), loud.tokens(1, P), []
     with model.capture("resid_post") as kept:

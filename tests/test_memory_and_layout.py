@@ -19,7 +19,7 @@ import tiny
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state, vjp, vmap
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
@@ -337,6 +337,18 @@ def test_code_of_others_may_change_weights_between_the_steps_of_a_generation() -
         torch.testing.assert_close(out.logits[step], expected.detach(), atol=2e-5, rtol=1e-5)
 
 
+def test_inputs_may_be_torch_funcs_before_anything_was_remembered() -> None:
+    mlp, stream = native.build().blocks[0].mlp, torch.randn(1, 3, 14)
+
+    def out() -> Tensor:
+        return vjp(torch.no_grad()(lambda x: mlp(x)), stream)[0]
+
+    fresh = out()
+    with torch.no_grad():
+        assert torch.equal(mlp(stream), fresh)
+    assert torch.equal(out(), fresh)
+
+
 def test_tangents_of_weights_come_through_no_grad() -> None:
     model, tokens = native.build(), native.tokens()
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -355,6 +367,14 @@ def test_tangents_of_weights_come_through_no_grad() -> None:
         torch.testing.assert_close(tangent(), expected, atol=1e-3, rtol=1e-4)
 
 
+def put_elsewhere(model: HookedTransformer) -> None:
+    """As those do who keep weights on a disk for a time."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(weight.to("meta"))
+
+
 def test_moved_weights_leave_no_memory_behind() -> None:
     model = native.build("gated")
     with torch.no_grad():
@@ -368,6 +388,13 @@ def test_moved_weights_leave_no_memory_behind() -> None:
     old = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
     state = native.build("gated", seed=1).to(torch.float64).state_dict()
     model.load_state_dict(state, assign=True)
+    gc.collect()
+    assert not any(memory() for memory in old)
+    with torch.no_grad():
+        model(native.tokens())
+    del state
+    old = [weakref.ref(weight.untyped_storage()) for weight in model.parameters()]
+    put_elsewhere(model)
     gc.collect()
     assert not any(memory() for memory in old)
 

@@ -376,6 +376,11 @@ def test_a_growing_cache_is_nobodys_and_costs_no_reading_of_weights(
     model.generate(loud.tokens(1, 4), 4, **GREEDY)
     model.generate(loud.tokens(1, 4), 4, n=2, verbose=False, stop_at_eos=False)  # its own prefix
     model.generate(loud.tokens(1, 4), 4, num_beams=3, **GREEDY)
+    seen: list[Any] = []
+    handle = model.blocks[0].attn.register_forward_hook(lambda m, args, out: seen.append(args[3]))
+    model.generate(loud.tokens(1, 4), 4, **GREEDY)
+    handle.remove()
+    own = seen[0].cache  # of a generation, which somebody got hold of
     cache = KeyValueCache.init_cache(model.cfg)
     run(model, loud.tokens(1, 4), past_kv_cache=cache)
     scale(model)
@@ -385,6 +390,9 @@ def test_a_growing_cache_is_nobodys_and_costs_no_reading_of_weights(
     for _ in range(3):
         model.generate(loud.tokens(2, 2), 3, past_kv_cache=prefix, **GREEDY)
     assert len(readings) == 1
+    own.freeze()
+    with pytest.raises(ValueError, match="filled by another model"):
+        run(loud.build("rotary_gqa", seed=1), loud.tokens(1, 2), past_kv_cache=own)
 
 
 def test_the_digest_sees_bits_places_names_and_dtypes_and_no_strides() -> None:

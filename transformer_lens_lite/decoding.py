@@ -223,8 +223,8 @@ class Generation:
             generation=self,
         )
         if self.copies > 1:
-            self.cache.freeze()
-            self.cache = self.cache.branch(len(self._ids), max_len=self.max_new_tokens)
+            prefix = self.cache.reading()
+            self.cache = prefix.branch(len(self._ids), max_len=self.max_new_tokens)
         return repeated(logits, self.copies)
 
     def feed_last(self) -> None:

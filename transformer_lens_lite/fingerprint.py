@@ -191,13 +191,14 @@ class Filling:
     """Who has been filling a cache that still grows: a model, at one version of its weights."""
 
     model: Callable[[], Any]  # None when it is gone
-    version: WeightsVersion
+    version: WeightsVersion | None  # None: it stays as it is
     is_mixed: bool = False  # others have been at it too
 
     @classmethod
-    def by(cls, model: Any) -> "Filling":
-        """From now on by this model, as it is now."""
-        return cls(weakref.ref(model), weights_version(model))
+    def by(cls, model: Any, it_stays: bool = False) -> "Filling":
+        """From now on by this model, as it is now; `it_stays` as it is until nobody fills it any
+        more, so that nothing has to be compared."""
+        return cls(weakref.ref(model), None if it_stays else weights_version(model))
 
     def fingerprint(self) -> Fingerprint | None:
         """Of the model; None when it is gone, and one that fits no model when it has changed."""
@@ -205,7 +206,8 @@ class Filling:
         if model is None:
             return None
         mine = fingerprint(model)
-        mixed = self.is_mixed or self.version != weights_version(model)
+        changed = self.version is not None and self.version != weights_version(model)
+        mixed = self.is_mixed or changed
         return Fingerprint(mine.config, SEVERAL) if mixed else mine
 
 

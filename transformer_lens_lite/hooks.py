@@ -72,6 +72,10 @@ class Component(nn.Module):
         while own.get("listened") != (now := any(own.get(name) for name in self.hooks_are_in)):
             own["listened"] = now
 
+    def weights_leave(self) -> None:
+        """A parameter is about to be replaced, or all are to be moved: nothing should keep their
+        memory alive."""
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not listened to by those who listen to the original."""
         state = self.__dict__.copy()
@@ -104,6 +108,23 @@ class Component(nn.Module):
             super().__setattr__(name, value)
 
 
+class Weights(Attributes):
+    """The parameters of a component, which hears when another one takes the place of one."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._tell()
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._tell()
+        super().__delitem__(name)
+
+    def _tell(self) -> None:
+        owner: Any = self.owner()
+        if owner is not None:
+            owner.weights_leave()
+
+
 class Parts(Attributes):
     """The submodules of a component. A module in the place of a point wants every value, on the
     slow path, whether hooks are attached to it or not."""
@@ -126,7 +147,7 @@ class Parts(Attributes):
 
 
 WATCHED: dict[str, Callable[[Component, Any], Any]] = {
-    "_parameters": Attributes,
+    "_parameters": Weights,
     "_modules": Parts,
     **dict.fromkeys(TORCHS_HOOKS, TellingDict),
 }

@@ -465,7 +465,7 @@ class KeyValueCache:
         self._hooks: EditingHooks | None = None
         self._trusted: Callable[[], Any] | None = None  # the model last checked, if it still lives
         self._is_checked = True
-        self._is_noted = True  # who fills it
+        self._is_owned = False
 
     @classmethod
     def init_cache(
@@ -653,12 +653,11 @@ class KeyValueCache:
 
     def note_filling(self, model: Any) -> None:
         """A forward of this model got through: what it computed is stored from now on."""
-        may_be_asked = self._is_noted and self._is_checked
-        if self.frozen or not may_be_asked or torch.compiler.is_compiling():
+        if self.frozen or not self._is_checked or torch.compiler.is_compiling():
             return
         if self._filling is None or not self.length:
             is_known = self._origin is not None or not self.length
-            self._filling = Filling.by(model) if is_known else None
+            self._filling = Filling.by(model, self._is_owned) if is_known else None
         elif self._filling.model() is not model:
             self._filling = replace(self._filling, is_mixed=True)
 
@@ -668,9 +667,9 @@ class KeyValueCache:
         self._hooks = hooks
 
     def owned(self) -> "KeyValueCache":
-        """Itself, for whoever will neither change the model while it is filled nor show it to
-        anybody: it is not noted whose it is."""
-        self._is_noted = False
+        """Itself, for whoever fills it in one go: the model's weights are not looked at for changes
+        in between, which takes a while."""
+        self._is_owned = True
         return self
 
     def unchecked(self) -> "KeyValueCache":

@@ -590,8 +590,8 @@ class HookedRootModule(Component):
 
 def may_be_listened(module: nn.Module) -> bool:
     """Whether something may be attached at a module or point; those that are not this library's do
-    not say."""
-    return getattr(module, "listened", True)
+    not say, or say what a module inside them does."""
+    return module.listened if isinstance(module, Component) else True
 
 
 def attached_to(module: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -101,7 +101,7 @@ def transposes(
 
 
 # Where a parameter's numbers lie; as functions, for loops that cost little in a step.
-ADDRESS, STRIDES, SHAPE = Tensor.data_ptr, Tensor.stride, attrgetter("shape")
+ADDRESS, STRIDES, KIND = Tensor.data_ptr, Tensor.stride, attrgetter("shape", "dtype")
 
 
 class Remembered(Generic[Views]):
@@ -142,16 +142,16 @@ class Remembered(Generic[Views]):
         known = self.known  # read once: other threads may replace it
         try:
             chosen: list[Any] = [*map(module._parameters.__getitem__, self.names)]
-            places = [*map(ADDRESS, chosen), *map(STRIDES, chosen), *map(SHAPE, chosen)]
-        except (RuntimeError, TypeError, KeyError):
+            places = [*map(ADDRESS, chosen), *map(STRIDES, chosen), *map(KIND, chosen)]
+            if known is not None and known[0] == places:
+                return known[1]
+            if not all(isinstance(each, nn.Parameter) and each.data_ptr() for each in chosen):
+                return None  # handed in for one call, or without memory of its own
+            views = self.make(*(each.detach() for each in chosen))
+            # some layouts take a copy, which would become stale
+            self.known = (places, views) if lie_in(views, chosen) else None
+        except (RuntimeError, TypeError, KeyError, NotImplementedError):
             return None
-        if known is not None and known[0] == places:
-            return known[1]
-        if not all(isinstance(each, nn.Parameter) and each.data_ptr() for each in chosen):
-            return None  # handed in for one call, or without memory of its own
-        views = self.make(*(each.detach() for each in chosen))
-        # some layouts take a copy, which would become stale
-        self.known = (places, views) if lie_in(views, chosen) else None
         return views
 
 
@@ -165,19 +165,14 @@ def lie_in(views: Any, parameters: Sequence[Tensor]) -> bool:
 class Projecting(Component):
     """A component that remembers views of its parameters."""
 
-    def _forget(self) -> None:
+    def weights_leave(self) -> None:
         for value in vars(self).values():
             if isinstance(value, Remembered):
                 value.forget()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._forget()
+        self.weights_leave()
         return super()._apply(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter):
-            self._forget()
-        super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
