@@ -5,7 +5,7 @@ layer, once; modules are built from those.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformer_lens_lite.rope_scaling import RotaryScaling
 
@@ -104,6 +104,11 @@ class AttentionSpec:
     clip_qkv: float | None
     sinks: bool
     latent: LatentSpec | None
+    sight: str = field(init=False, repr=False, compare=False)  # what its mask depends on
+
+    def __post_init__(self) -> None:
+        sight = repr((self.causal, self.window, self.chunk, self.alibi))
+        object.__setattr__(self, "sight", sight)
 
     @property
     def d_value(self) -> int:

@@ -254,19 +254,12 @@ class ForwardContext(Memo):
 
     def mask(self, spec: AttentionSpec) -> Mask:
         """The mask of a layer, made once per distinct kind."""
+        return self._once(spec.sight, lambda: self._make_mask(spec))
+
+    def _make_mask(self, spec: AttentionSpec) -> Mask:
+        causal, alibi = spec.causal, spec.alibi
         window = spec.window if spec.window is not None and spec.window < self.n_keys else None
         chunk = spec.chunk if spec.chunk is not None and spec.chunk < self.n_keys else None
-        alibi = spec.alibi
-        kind = (spec.causal, window, chunk, None if alibi is None else alibi.key)
-        return self._once(kind, lambda: self._make_mask(spec.causal, window, chunk, alibi))
-
-    def _make_mask(
-        self,
-        causal: bool,
-        window: int | None,
-        chunk: int | None,
-        alibi: Alibi | None,
-    ) -> Mask:
         padded = self.attention_mask is not None
         local = window is not None or chunk is not None
         bites = (causal and self.n_new > 1) or local or padded

@@ -7,7 +7,6 @@ views themselves.
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -100,10 +99,6 @@ def transposes(
     return tuple(weight.T for weight in weights)
 
 
-# Where a parameter's numbers lie; as functions, for loops that cost little in a step.
-ADDRESS, STRIDES, KIND = Tensor.data_ptr, Tensor.stride, attrgetter("shape", "dtype")
-
-
 class Remembered(Generic[Views]):
     """What products take of some parameters of a module, for as long as those stay where they are.
 
@@ -122,7 +117,8 @@ class Remembered(Generic[Views]):
 
     def forget(self) -> None:
         """Do not keep memory alive that the parameters leave."""
-        self.known: tuple[Any, Views] | None = None  # places, and the views there
+        # where the parameters were: address, shape and strides; and the views
+        self.known: tuple[list[Tensor], Views] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Remembered, (self.make, *self.names)
@@ -141,15 +137,16 @@ class Remembered(Generic[Views]):
             return None
         known = self.known  # read once: other threads may replace it
         try:
-            chosen: list[Any] = [*map(module._parameters.__getitem__, self.names)]
-            places = [*map(ADDRESS, chosen), *map(STRIDES, chosen), *map(KIND, chosen)]
-            if known is not None and known[0] == places:
+            own: Callable[[str], Any] = module._parameters.__getitem__
+            if known is not None and all(map(Tensor.is_set_to, map(own, self.names), known[0])):
                 return known[1]
+            chosen = [own(name) for name in self.names]
             if not all(isinstance(each, nn.Parameter) and each.data_ptr() for each in chosen):
                 return None  # handed in for one call, or without memory of its own
-            views = self.make(*(each.detach() for each in chosen))
+            there = [each.detach() for each in chosen]
+            views = self.make(*there)
             # some layouts take a copy, which would become stale
-            self.known = (places, views) if lie_in(views, chosen) else None
+            self.known = (there, views) if lie_in(views, chosen) else None
         except (RuntimeError, TypeError, KeyError, NotImplementedError):
             return None
         return views
