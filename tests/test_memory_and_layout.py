@@ -262,7 +262,7 @@ def test_adjoining_weights_of_another_layout_may_be_edited() -> None:
     torch.testing.assert_close(after, model(native.tokens()).detach(), atol=2e-5, rtol=1e-5)
 
 
-def test_a_shallow_copy_of_a_layer_remembers_its_own_weights() -> None:
+def test_a_shallow_copy_of_a_layer_uses_its_own_weights() -> None:
     model = native.build()
     mlp = copy.copy(model.blocks[0].mlp)
     mlp.W_in = torch.nn.Parameter(mlp.W_in.detach() * 2)

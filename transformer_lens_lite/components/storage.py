@@ -147,7 +147,7 @@ class Remembered(Generic[Views]):
             views = self.make(*there)
             # some layouts take a copy, which would become stale
             self.known = (there, views) if lie_in(views, chosen) else None
-        except (RuntimeError, TypeError, KeyError, NotImplementedError):
+        except (RuntimeError, TypeError, KeyError):
             return None
         return views
 
@@ -170,9 +170,3 @@ class Projecting(Component):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.weights_leave()
         return super()._apply(*args, **kwargs)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for name, value in state.items():
-            if isinstance(value, Remembered):  # a shallow copy has the same one
-                setattr(self, name, Remembered(value.make, *value.names))
