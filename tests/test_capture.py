@@ -1468,9 +1468,8 @@ def test_only_copies_are_taken_where_no_module_is_of_others() -> None:
 
 def test_modules_that_are_false_or_hold_each_other_are_looked_into() -> None:
     model = loud.build("rotary")
-    nothing = torch.nn.ModuleList()
-    nothing.owner = model  # which is in a circle then
-    model.blocks[0].note = nothing
+    nothing = model.blocks[0].note = torch.nn.ModuleList()  # false, as it is empty
+    model.blocks[1].owner = model  # which is in a circle then
     assert not model.is_listened()
     assert model.only_copies_are_taken()
     handle = nothing.register_forward_hook(lambda module, args, out: None)

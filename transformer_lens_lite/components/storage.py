@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from transformer_lens_lite.hooks import Component
 
@@ -131,9 +130,7 @@ class Remembered(Generic[Views]):
     def kept(self, module: nn.Module) -> Views | None:
         """The views, remembered. None where nothing can be: a gradient is wanted, a graph is being
         compiled, tensors are torch.func's and have no memory, or parametrised and elsewhere."""
-        # a tangent of forward-mode AD, which no_grad lets through, has the address of its weight
-        has_tangents = forward_ad._current_level >= 0
-        if torch.is_grad_enabled() or has_tangents or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         known = self.known  # read once: other threads may replace it
         try:
@@ -141,8 +138,8 @@ class Remembered(Generic[Views]):
             if known is not None and all(map(Tensor.is_set_to, map(own, self.names), known[0])):
                 return known[1]
             chosen = [own(name) for name in self.names]
-            if not all(isinstance(each, nn.Parameter) and each.data_ptr() for each in chosen):
-                return None  # handed in for one call, or without memory of its own
+            if not all(isinstance(each, nn.Parameter) for each in chosen):
+                return None  # handed in for one call, perhaps with tangents
             there = [each.detach() for each in chosen]
             views = self.make(*there)
             # some layouts take a copy, which would become stale
