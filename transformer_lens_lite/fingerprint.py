@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from transformer_lens_lite.watched import edits_of
+from transformer_lens_lite.watched import edits_of, is_listener
 
 # fields of a config that change no activation
 NO_MATTER = frozenset({
@@ -318,7 +318,7 @@ def editing_hooks(model: Any, length: int) -> Iterator[tuple[str, Limited]]:
     for name, module in (("", model), *model.mod_dict.items()):
         if name not in model.hook_dict:
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                if not getattr(hook, "is_listener", False):
+                if not is_listener(hook):
                     yield name, Limited(hook)
 
 

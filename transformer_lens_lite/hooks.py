@@ -10,11 +10,12 @@ gradient, a 1-tuple of one, or None.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -28,7 +29,13 @@ from transformer_lens_lite.steps import (
     current_step,
     running,
 )
-from transformer_lens_lite.watched import Attributes, TellingDict, TellingList, edits_of
+from transformer_lens_lite.watched import (
+    Attributes,
+    TellingDict,
+    TellingList,
+    edits_of,
+    is_listener,
+)
 
 HookFunction = Callable[..., Any]
 Direction = Literal["fwd", "bwd"]
@@ -38,6 +45,11 @@ Both = Literal["fwd", "bwd", "both"]
 # does so, because a compiled graph can look there, but not at a context variable.
 set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
 aside_somewhere: list[int] = []
+
+# Of all models: the components at which something is attached that could edit a value, and those
+# with parts that do not tell. While there are none, no model has to be searched for them.
+editors_somewhere: "WeakSet[Component]" = WeakSet()
+strangers_somewhere: "WeakSet[Component]" = WeakSet()
 
 # Where torch's own methods put what they attach to a module.
 TORCHS_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,8 +63,8 @@ class Component(nn.Module):
     straight to `forward` unless somebody's functions are attached.
     """
 
-    hooks_are_in: tuple[str, ...] = TORCHS_HOOKS  # the containers of functions attached here
-    listened: bool  # whether there are any
+    listened: bool  # whether any function is attached
+    computes = False  # whether it is a point with a forward of its own
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +76,35 @@ class Component(nn.Module):
             setattr(self, name, self.__dict__[name])
 
     def look_again(self) -> None:
-        """Work out anew whether anybody listens: what selects the slow path."""
+        """Work out anew whether anybody listens, which selects the slow path, and could edit."""
         own = self.__dict__
-        if own.get("stands_for_a_point"):
-            return
-        # until it is so: another thread may attach something in between
-        while own.get("listened") != (now := any(own.get(name) for name in self.hooks_are_in)):
-            own["listened"] = now
+        while True:  # until it is so: another thread may attach something in between
+            attached = self.attached_here()
+            edited = self.computes or not all(map(is_listener, attached))
+            listened = edited or bool(attached) or "stands_for_a_point" in own
+            if own.get("listened") == listened and own.get("edited", False) == edited:
+                return
+            own["listened"] = listened
+            if own.get("edited", False) != edited:
+                (editors_somewhere.add if edited else editors_somewhere.discard)(self)
+                own["edited"] = edited
+
+    def attached_here(self) -> list[Any]:
+        """All functions attached here, torch's own hooks among them; at a point, handles too."""
+        if not self.has_torchs_hooks:
+            return []
+        return [function for name in TORCHS_HOOKS for function in getattr(self, name).values()]
+
+    @property
+    def has_torchs_hooks(self) -> bool:
+        """Whether something that torch's own methods have attached is still there."""
+        own = self.__dict__
+        return bool(
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        )
 
     def weights_leave(self) -> None:
         """A parameter is about to be replaced, or all are to be moved: nothing should keep their
@@ -79,10 +113,11 @@ class Component(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not listened to by those who listen to the original."""
         state = self.__dict__.copy()
-        if any(getattr(hook, "is_listener", False) for hook in self._forward_hooks.values()):
+        state.pop("edited", None)  # a copy is not known yet
+        if any(map(is_listener, self._forward_hooks.values())):
             kept = self._forward_hooks.copy()
             for number, hook in self._forward_hooks.items():
-                if getattr(hook, "is_listener", False):
+                if is_listener(hook):
                     del kept[number]
             state["_forward_hooks"] = kept
         return state
@@ -102,10 +137,21 @@ class Component(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in WATCHED:
+            before = self.__dict__.get(name)
+            for entry in before if isinstance(before, Attributes) else ():
+                self.__dict__.pop(entry, None)
             self.__dict__[name] = WATCHED[name](self, value)
             self.look_again()
         else:
             super().__setattr__(name, value)
+
+
+class ComponentList(Component, nn.ModuleList):
+    """An nn.ModuleList whose entries tell what is attached to them."""
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
 
 
 class Weights(Attributes):
@@ -144,6 +190,8 @@ class Parts(Attributes):
             self.points.add(name)
         elif module is not None and name in self.points:
             module.listened = module.stands_for_a_point = True  # type: ignore[assignment]
+        if module is not None and not isinstance(module, Component):
+            strangers_somewhere.add(cast(Component, self.owner()))
 
 
 WATCHED: dict[str, Callable[[Component, Any], Any]] = {
@@ -232,8 +280,7 @@ class LensHandle:
         self.direction = direction
         self.is_permanent = is_permanent
         self.context_level = context_level
-        # a function marked so only looks: what it keeps needs no protection from its own edits
-        self.is_listener = getattr(user_hook, "is_listener", False)
+        self.is_listener = is_listener(user_hook)  # what it keeps needs no protection from it
         self.point = point
         self._callers = [HookAlias(point, name) for name in alias_names] if alias_names else [point]
 
@@ -384,9 +431,7 @@ class HookPoint(Component):
     """
 
     name: str | None
-    hooks_are_in = ("fwd_hooks", "bwd_hooks", *TORCHS_HOOKS)
     stands_for_a_point = True
-    computes = False  # whether a subclass, or an attribute, has a forward of its own
     fwd_hooks: list[LensHandle]  # lists that tell: what is put in or taken out is heard of
     bwd_hooks: list[LensHandle]
 
@@ -395,11 +440,11 @@ class HookPoint(Component):
         if cls.forward is not HookPoint.forward:
             cls.computes = True
             cls.__call__ = cls.__dict__.get("__call__", HookPoint._visit)  # type: ignore[method-assign]
-            cls.listened = property(lambda self: True)  # type: ignore[assignment]
 
     def __init__(
         self, optional: bool = False, pos_axis: int | None = 1, unseen: float | None = None
     ) -> None:
+        self.__dict__.update(fwd_hooks=[], bwd_hooks=[])  # they are asked while it is made
         super().__init__()
         self.fwd_hooks = TellingList(self)
         self.bwd_hooks = TellingList(self)
@@ -435,17 +480,12 @@ class HookPoint(Component):
             is_plain = kind is HookPoint  # whose copies and pickles should find their class
             own = {"forward": lambda self, x: x}  # the attribute goes before it
             self.__class__ = ComputingHookPoint if is_plain else type(kind.__name__, (kind,), own)
+            self.look_again()
         super().__setattr__(name, value)
 
-    @property
-    def has_torchs_hooks(self) -> bool:
-        """Whether something that torch's own methods have attached is still there."""
-        return bool(
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-        )
+    def attached_here(self) -> list[Any]:
+        handles = self.fwd_hooks + self.bwd_hooks
+        return handles + super().attached_here() if self.has_torchs_hooks else handles
 
     def forward(self, x: Tensor) -> Tensor:
         """The identity; reached only through hooks registered with torch's own methods. A subclass

@@ -32,7 +32,7 @@ from transformer_lens_lite.components.embed import (
 from transformer_lens_lite.components.norm import build_norm
 from transformer_lens_lite.config import HookedTransformerConfig
 from transformer_lens_lite.generate import GenerationMethods
-from transformer_lens_lite.hooks import Absent, HookPoint
+from transformer_lens_lite.hooks import Absent, ComponentList, HookPoint
 from transformer_lens_lite.initialisation import initialise, parameters_come_later
 from transformer_lens_lite.interventions import BoundIntervention
 from transformer_lens_lite.kv_cache import KeyValueCache, serving
@@ -150,7 +150,7 @@ class HookedTransformer(TextMethods, GenerationMethods, PrefixMethods, Checkpoin
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
         last = cfg.post_embedding_ln and cfg.post_embedding_ln_last
         self.ln_embed = build_norm(cfg.norm_spec(kind="LN")) if last else Absent()
-        self.blocks = nn.ModuleList(build_block(cfg, spec) for spec in cfg.block_specs())
+        self.blocks = ComponentList(build_block(cfg, spec) for spec in cfg.block_specs())
         self.ln_final = build_norm(cfg.final_norm_spec())
         self.unembed = build_unembed(cfg, self.embed)
 

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from threading import Lock
 from typing import Any, cast
 
@@ -32,11 +33,14 @@ from transformer_lens_lite.hooks import (
     Limits,
     aside_somewhere,
     check_hook,
+    editors_somewhere,
     set_aside,
+    strangers_somewhere,
 )
 from transformer_lens_lite.nearest import closest, names_the_nearest, refuse_unknown
 from transformer_lens_lite.steps import Pos, When
 from transformer_lens_lite.utils import Slice, SliceInput, get_act_name, layer_numbers
+from transformer_lens_lite.watched import is_listener
 
 # a name, a glob, a predicate on names, or several of those; None: every point but the optional ones
 NamesFilter = str | Callable[[str], bool] | Iterable[Any] | None
@@ -106,18 +110,21 @@ class HookedRootModule(Component):
         Raises: UnknownHookError (KeyError and ValueError) for a name, glob or predicate that
             selects nothing, with the nearest names.
         """
-        chosen = set(self._resolve(names_filter))
+        chosen = dict.fromkeys(self._resolve(names_filter))
+        if isinstance(names_filter, str | None):
+            return list(chosen)  # they are in order
         return [name for name in self.hook_dict if name in chosen]
 
     def _resolve(self, names_filter: NamesFilter) -> list[str]:
         if names_filter is None:
-            return self._matching(lambda name: True, "None")
+            return self._blanket_of(self.hook_dict, "None")
         if isinstance(names_filter, str):
             if names_filter in self.hook_dict:
                 return [names_filter]
             if any(c in names_filter for c in "*?["):
-                glob = names_filter
-                return self._matching(lambda name: fnmatch.fnmatchcase(name, glob), repr(glob))
+                return self._blanket_of(
+                    names_like(names_filter, tuple(self.hook_dict)), repr(names_filter)
+                )
             if meant := self.names_meant_by(names_filter):
                 return meant
             ending = [name for name in self.hook_dict if name.endswith(f".{names_filter}")]
@@ -133,9 +140,8 @@ class HookedRootModule(Component):
                 return [name]
             raise UnknownHookError(f"{type(names_filter).__name__} is no hook point of this model")
         if callable(names_filter):
-            return self._matching(
-                names_filter, getattr(names_filter, "__qualname__", "the predicate")
-            )
+            chosen = [name for name in self.hook_dict if names_filter(name)]
+            return self._blanket_of(chosen, getattr(names_filter, "__qualname__", "the predicate"))
         if is_name_and_layer(names_filter):
             name, layer, *layer_type = cast(tuple[Any, ...], names_filter)
             number = None if layer is None else operator.index(layer)  # numpy's and torch's too
@@ -164,12 +170,14 @@ class HookedRootModule(Component):
             layers: a number, a sequence or a slice: only what lies in these blocks.
         Raises: UnknownHookError for what selects nothing; ValueError for a layer that is not there.
         """
-        found: set[str] = set()
-        for each in one_by_one(names):
+        chosen: list[str] = []
+        several = one_by_one(names)
+        for each in several:
             module = self._module_meant_by(each)
-            found.update(self.resolve_names(each) if module is None else [module])
-        chosen = [name for name in (*self.hook_dict, *self.mod_dict) if name in found]
-        chosen = list(dict.fromkeys(chosen))
+            chosen += self.resolve_names(each) if module is None else [module]
+        if len(several) > 1:
+            found, every = set(chosen), dict.fromkeys((*self.hook_dict, *self.mod_dict))
+            chosen = [name for name in every if name in found]
         if layers is None:
             return chosen
         numbers = layer_numbers(layers, len(getattr(self, "blocks", ())))
@@ -191,15 +199,15 @@ class HookedRootModule(Component):
             raise UnknownHookError(f"{path!r} is a list of modules, which nobody calls")
         return path
 
-    def _matching(self, predicate: Callable[[str], bool], shown: str) -> list[str]:
-        matching = [name for name in self.hook_dict if predicate(name)]
+    def _blanket_of(self, matching: Collection[str], shown: str) -> list[str]:
+        """Those of the names that `shown` matches which a blanket capture has, or else all."""
         blanket = [n for n in matching if not self.hook_dict[n].optional or self.wants_optional(n)]
         if not matching and self.hook_dict:
             raise UnknownHookError(
                 f"{shown} matches none of the {len(self.hook_dict)} hook points, for example "
                 f"{list(self.hook_dict)[:3]}"
             )
-        return blanket or matching
+        return blanket or list(matching)
 
     def unreached_by(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -439,7 +447,16 @@ class HookedRootModule(Component):
 
     def edits_are_live(self) -> bool:
         """Whether any attached function could edit an activation, or a gradient, in place."""
-        return any(not getattr(hook, "is_listener", False) for hook in self.attached_functions())
+        if torch_module._has_any_global_hook():
+            return True
+        if not (editors_somewhere or strangers_somewhere):
+            return False
+        return any(
+            module in editors_somewhere
+            if isinstance(module, Component)
+            else not all(map(is_listener, attached_to(module)))
+            for module in self.listened_modules()
+        )
 
     def only_copies_are_taken(self) -> bool:
         """Whether nothing that is attached, and no `forward` of others, could hand on, or compute
@@ -453,15 +470,11 @@ class HookedRootModule(Component):
             is_point = isinstance(module, HookPoint)
             if module.computes if is_point else getattr(module, "stands_for_a_point", False):
                 return False
-            for hook in attached_to(module):
+            for each in attached_to(module):
+                hook = getattr(each, "user_hook", each)
                 if not getattr(getattr(hook, "__self__", hook), "takes_copies", False):
                     return False
         return True
-
-    def attached_functions(self) -> Iterator[Callable[..., Any]]:
-        """All hooks of points and modules, torch's own among them."""
-        for module in self.listened_modules():
-            yield from attached_to(module)
 
     def listened_modules(self) -> Iterator[Any]:
         """The modules and points at which something may be attached."""
@@ -599,19 +612,23 @@ class HookedRootModule(Component):
         return recorder.first().values
 
 
+@lru_cache(16)
+def names_like(glob: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the names that a glob matches."""
+    return tuple(name for name in names if fnmatch.fnmatchcase(name, glob))
+
+
 def may_be_listened(module: nn.Module) -> bool:
     """Whether something may be attached at a module or point; those that are not this library's do
     not say, or say what a module inside them does."""
     return module.listened if isinstance(module, Component) else True
 
 
-def attached_to(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """All hooks of one module or point, torch's own among them."""
-    for name in TORCHS_HOOKS:
-        yield from getattr(module, name).values()
-    if isinstance(module, HookPoint):
-        for handle in module.fwd_hooks + module.bwd_hooks:
-            yield handle.user_hook
+def attached_to(module: nn.Module) -> list[Any]:
+    """All functions attached to one module, torch's own hooks among them; at a point, handles."""
+    if isinstance(module, Component):
+        return module.attached_here()
+    return [function for name in TORCHS_HOOKS for function in getattr(module, name).values()]
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:

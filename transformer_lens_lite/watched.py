@@ -1,5 +1,5 @@
-"""Containers that tell their owner what becomes of them; and how often a tensor was edited, which
-tells nobody.
+"""Containers that tell their owner what becomes of them; which functions only look; and how often a
+tensor was edited, which tells nobody.
 
 torch, its tools and classic code write straight into a module's containers. What the owner works
 out from those stays true all the same, and reading it costs one attribute.
@@ -18,6 +18,12 @@ from torch import Tensor
 def edits_of(tensor: Tensor) -> int:
     """How often it was edited in place; tensors of inference mode do not know."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_listener(hook: Any) -> bool:
+    """Whether an attached function is marked as one that only looks; of a handle, whether its
+    function is."""
+    return getattr(hook, "is_listener", False)
 
 
 class Attributes(dict[str, Any]):

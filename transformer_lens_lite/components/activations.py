@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from transformer_lens_lite.hooks import Component
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -34,7 +36,7 @@ def quick_gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
 EPS = -1e-6
 
 
-class XIELU(nn.Module):
+class XIELU(Component):
     """xIELU (arXiv 2411.13010): a quadratic right of zero and an integrated ELU left of it, trained
     slopes.
 

@@ -12,7 +12,7 @@ from transformer_lens_lite.components.mlp import MLP, GatedMLP
 from transformer_lens_lite.components.norm import widened
 from transformer_lens_lite.components.storage import transposed
 from transformer_lens_lite.config import HookedTransformerConfig
-from transformer_lens_lite.hooks import Absent, Component, HookPoint
+from transformer_lens_lite.hooks import Absent, Component, ComponentList, HookPoint
 from transformer_lens_lite.specs import MoESpec, RouterSpec
 
 Scores = Float[Tensor, "batch pos expert"]
@@ -46,7 +46,7 @@ class MixtureOfExperts(Component):
         self.router = ROUTERS[router.kind](router)
         self.hook_expert_weights = HookPoint()
         self.hook_expert_indices = HookPoint()
-        self.experts = nn.ModuleList(Expert(spec) for _ in range(router.n_experts))
+        self.experts = ComponentList(Expert(spec) for _ in range(router.n_experts))
         self.shared: MLP | Absent = Absent()
         if spec.shared is not None:
             self.shared = GatedMLP(cfg, spec.shared)
