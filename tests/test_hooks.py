@@ -10,17 +10,25 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakSet
 
 import native
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
-from transformer_lens_lite import CaptureSpec, HookedTransformer
+from transformer_lens_lite import CaptureSpec, HookedTransformer, hooks, root_module
 from transformer_lens_lite.components.norm import LayerNorm
-from transformer_lens_lite.hooks import Component, HookPoint
+from transformer_lens_lite.hooks import (
+    Component,
+    ComponentList,
+    HookPoint,
+    editors_somewhere,
+    strangers_somewhere,
+)
 from transformer_lens_lite.root_module import UnknownHookError
 from transformer_lens_lite.specs import NormSpec
 
@@ -1433,8 +1441,8 @@ def test_points_hear_of_whatever_is_done_to_their_lists() -> None:
         attached = number % 2 == 1
         assert point.listened is attached
         assert torch.equal(point(x), x * 2 if attached else x)
-    for hooks, attached in (([handle], True), ([], False), ([handle], True)):
-        point.fwd_hooks = hooks
+    for handles, attached in (([handle], True), ([], False), ([handle], True)):
+        point.fwd_hooks = handles
         assert point.listened is attached
     handle.remove()  # also after its list was replaced
     assert not point.listened
@@ -1465,7 +1473,7 @@ def test_a_point_to_which_several_threads_attach_is_not_deaf_in_the_end() -> Non
     def attach_and_remove() -> None:
         for _ in range(2000):
             handle = point.add_hook(twice)
-            if not point.listened:
+            if not (point.listened and point in editors_somewhere):
                 wrong.append(1)
             handle.remove()
 
@@ -1480,6 +1488,177 @@ def test_a_point_to_which_several_threads_attach_is_not_deaf_in_the_end() -> Non
         sys.setswitchinterval(before)
     assert not wrong
     assert not point.listened
+    assert point not in editors_somewhere
+
+
+def only_looks(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+only_looks.is_listener = True
+
+
+def edits_are_live_by_both_ways(model: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """`edits_are_live`, asked at once and, as beside a model with foreign parts, part by part."""
+    at_once = model.edits_are_live()
+    with monkeypatch.context() as patched:
+        patched.setattr(root_module, "strangers_somewhere", {"a part of another model"})
+        assert model.edits_are_live() == at_once
+    return at_once
+
+
+@pytest.mark.parametrize("dir", ["fwd", "bwd"])
+def test_functions_that_could_edit_are_known(dir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = native.build("rotary"), native.build("rotary")
+    live = functools.partial(edits_are_live_by_both_ways, model, monkeypatch)
+    with model.capture(), model.hooks([("hook_embed", only_looks)]):
+        assert not live()
+        handle = model.hook_embed.add_hook(twice, dir)
+        assert live()
+        assert not other.edits_are_live()
+        copied = copy.deepcopy(model)
+        handle.remove()
+        assert not live()
+        assert copied.edits_are_live()
+        assert edits_are_live_by_both_ways(pickle.loads(pickle.dumps(copied)), monkeypatch)
+        copied.reset_hooks()
+        assert not copied.edits_are_live()
+
+
+def test_functions_attached_in_torchs_way_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = native.build("rotary")
+    live = functools.partial(edits_are_live_by_both_ways, model, monkeypatch)
+    for module in (model, model.blocks, model.blocks[0].mlp, model.blocks[0].attn.hook_q):
+        handle = module.register_forward_hook(only_looks)
+        assert not live()
+        handle.remove()
+        for register in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+            handle = getattr(module, f"register_{register}")(lambda *args: None)
+            assert live()
+            handle.remove()
+            assert not live()
+    handle = torch_module.register_module_forward_hook(lambda *args: None)
+    assert live()
+    handle.remove()
+    assert not live()
+
+
+def test_points_that_compute_could_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = native.build("rotary")
+    model.blocks[0].hook_mlp_out.forward = lambda x: x.mul_(2)
+    assert edits_are_live_by_both_ways(model, monkeypatch)
+    _, cache = model.run_with_cache(native.tokens(1, 4))
+    torch.testing.assert_close(
+        cache["resid_post", 0], cache["resid_mid", 0] + cache["mlp_out", 0], atol=1e-6, rtol=0
+    )
+
+
+class Within(nn.Module):
+    """A module of others, around one of ours."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.inner(*args)
+
+
+@pytest.mark.parametrize("place", ["block", "mlp", "expert"])
+def test_functions_attached_to_parts_of_others_are_known(place: str) -> None:
+    model = native.build("experts" if place == "expert" else "rotary")
+    block = model.blocks[0]
+    where, name = {"block": (model.blocks, "0"), "mlp": (block, "mlp")}.get(
+        place, (getattr(block.mlp, "experts", None), "0")
+    )
+    other = Within(getattr(where, name))
+    setattr(where, name, other)
+    assert where in strangers_somewhere
+    assert not model.edits_are_live()
+    handle = other.register_forward_hook(lambda module, args, out: out.zero_() and None)
+    assert model.edits_are_live()
+    handle.remove()
+    assert not model.edits_are_live()
+
+
+def test_no_part_is_looked_at_where_nobody_could_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    editors, strangers = WeakSet(), WeakSet()
+    for module in (hooks, root_module):
+        monkeypatch.setattr(module, "editors_somewhere", editors)
+        monkeypatch.setattr(module, "strangers_somewhere", strangers)
+    kinds = ("rotary", "experts", "xielu")
+    models = [native.build(kind) for kind in kinds]
+
+    def fail(self: Any) -> Any:
+        raise AssertionError("the parts were walked over")
+
+    monkeypatch.setattr(root_module.HookedRootModule, "_parts", fail)
+    for model in models:
+        model.run_with_cache(native.tokens(1, 4))
+    handle = models[0].add_hook("hook_embed", twice)
+    with pytest.raises(AssertionError, match="walked"):
+        models[1].run_with_cache(native.tokens(1, 4))
+    handle.remove()
+    models[1].run_with_cache(native.tokens(1, 4))
+    assert not editors
+    models[0].blocks[0].mlp = nn.Identity()
+    assert list(strangers) == [models[0].blocks[0]]
+
+
+def test_values_are_kept_from_torchs_global_hooks() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    _, plain = model.run_with_cache(ids)
+
+    def zero(module: nn.Module, args: Any, out: Any) -> None:
+        if module is model.blocks[0]:
+            out.zero_()
+
+    handle = torch_module.register_module_forward_hook(zero)
+    try:
+        _, cache = model.run_with_cache(ids)
+    finally:
+        handle.remove()
+    assert torch.equal(cache["resid_post", 0], plain["resid_post", 0])
+    assert not cache["resid_pre", 1].any()
+
+
+def test_a_list_of_components_is_a_module_list() -> None:
+    model, ids = native.build("rotary"), native.tokens(1, 4)
+    first, second = model.blocks
+    assert isinstance(model.blocks, nn.ModuleList)
+    assert type(model.blocks[:1]) is ComponentList
+    logits = model(ids)
+    model.blocks.append(first)
+    assert list(model.blocks) == [first, second, first]
+    assert model.blocks.pop(0) is first
+    assert list(model.blocks) == [second, first]
+    assert list(model.state_dict(prefix="m."))[1].startswith("m.blocks.0.")
+    model.blocks.insert(0, first)
+    del model.blocks[2]
+    assert {k: v for k, v in vars(model.blocks).items() if k.isdigit()} == {
+        "0": first,
+        "1": second,
+    }
+    assert torch.equal(model(ids), logits)
+    handle = model.blocks.register_forward_hook(twice)
+    assert model.blocks.listened
+    handle.remove()
+
+
+def test_globs_match_the_points_there_are_now() -> None:
+    shallow, model = native.build("rotary", n_layers=1), native.build("rotary", n_layers=2)
+    for _ in range(2):
+        assert shallow.resolve_names("*resid_post") == ["blocks.0.hook_resid_post"]
+        assert len(model.resolve_names("*resid_post")) == 2
+    assert "blocks.0.attn.hook_result" not in model.resolve_names("*.attn.*")
+    model.set_use_attn_result(True)
+    assert "blocks.0.attn.hook_result" in model.resolve_names("*.attn.*")
+    model.blocks[0].hook_new_resid_post = HookPoint()
+    model.setup()
+    assert model.resolve_names("*resid_post")[1] == "blocks.0.hook_new_resid_post"
+    both = ["blocks.*.hook_resid_mid", "hook_embed"]
+    assert model.resolve_names(both)[0] == "hook_embed"
+    assert CaptureSpec(both).resolve(model)[0] == "hook_embed"
 
 
 def test_hooks_are_set_aside_for_one_thread_alone() -> None:

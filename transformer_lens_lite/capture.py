@@ -8,7 +8,7 @@ kept is read through an `ActivationCache`.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +125,7 @@ class CaptureSpec:
 # --- what was kept --------------------------------------------------------------------------------
 
 
+WHOLE = slice(None)  # all columns of a forward
 APART = object()  # instead of a joined value: there are only those of single calls
 
 
@@ -171,6 +172,8 @@ class Series:
         """
         if not self.pieces:  # it broke off before the first one was kept
             return APART
+        if len(forwards) == len(self.pieces) == 1 and self.buffer is None:
+            return self.pieces[0]
         if not forwards:  # the model does not say where it is
             return self.pieces[-1]
         if self.axes.pos is None:
@@ -255,11 +258,13 @@ class Kept(NamedTuple):
     mask: Int[Tensor, "batch pos"] | None
 
     @property
-    def columns(self) -> list[int]:
+    def columns(self) -> Int[Tensor, " kept"]:
         """Their absolute numbers."""
-        every = range(self.start, self.start + self.n_columns)
-        chosen = self.part
-        return list(every[chosen]) if isinstance(chosen, slice) else [every[i] for i in chosen]
+        return self.of(torch.arange(self.start, self.start + self.n_columns))
+
+    def of(self, values: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch kept"]:
+        """What is about these, of what is about all columns computed there."""
+        return values if self.part is WHOLE else values[..., self.part]
 
 
 class Run:
@@ -269,7 +274,7 @@ class Run:
         self.forwards: list[Forward] = []
         self.series: dict[str, Series] = {}
         self.last: StepContext | None = None  # the latest forward, kept or not
-        self.part: slice | list[int] | None = slice(None)  # of that forward; None: nothing
+        self.part: slice | list[int] | None = WHOLE  # of that forward; None: nothing
         self.places: list[Place] = []  # one for each forward, while gradients may come
         self.kept: list[Kept] = []
         self.batch = 1
@@ -285,9 +290,9 @@ class Run:
         grows = step.stop > last.stop and (again or step.start == last.stop)
         return grows and step.batch == last.batch
 
-    def recording(self) -> Recording:
+    def recording(self, has_batch_dim: bool) -> Recording:
         """What is kept so far, joined."""
-        record = Recording(forwards=list(self.forwards))
+        record = Recording(forwards=list(self.forwards), has_batch_dim=has_batch_dim)
         for name, series in self.series.items():
             series.drop_halves()
             record.calls[name] = list(series.calls)
@@ -302,27 +307,33 @@ class Run:
             for call, piece in zip(series.calls, series.pieces, strict=True):
                 record.keep(f"{name}:{call.number}", piece)
         if self.kept:
-            columns = [column for each in self.kept for column in each.columns]
-            record.columns = torch.tensor(columns, dtype=torch.long)
-            record.attention_mask = self._mask(len(columns))
+            columns = [each.columns for each in self.kept]
+            record.columns = joined(columns)
+            record.attention_mask = self._mask(columns)
             if self.last is not None and self.last.attention_mask is not None:
                 record.key_mask = self.last.attention_mask.cpu()
-            ids = [each.tokens[:, each.part] for each in self.kept if each.tokens is not None]
+            ids = [each.of(each.tokens) for each in self.kept if each.tokens is not None]
             if len(ids) == len(self.kept):
-                record.tokens = torch.cat(ids, 1)
+                record.tokens = joined(ids)
         return record
 
-    def _mask(self, n_columns: int) -> Int[Tensor, "batch kept"]:
+    def _mask(self, columns: list[Int[Tensor, " kept"]]) -> Int[Tensor, "batch all_kept"]:
         """1 where what was kept is no padding."""
         if all(each.mask is None for each in self.kept):
-            return torch.ones(self.batch, n_columns, dtype=torch.long)
-        masks = [
-            torch.ones(self.batch, len(each.columns), dtype=torch.long)
-            if each.mask is None
-            else each.mask[:, each.part].cpu()
-            for each in self.kept
-        ]
-        return torch.cat(masks, 1)
+            return torch.ones(self.batch, sum(map(len, columns)), dtype=torch.long)
+        return joined(
+            [
+                torch.ones(self.batch, len(kept), dtype=torch.long)
+                if each.mask is None
+                else each.of(each.mask).cpu()
+                for each, kept in zip(self.kept, columns, strict=True)
+            ]
+        )
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """One behind the other, and nobody else's memory."""
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts, -1)
 
 
 # --- listening ------------------------------------------------------------------------------------
@@ -527,7 +538,7 @@ class Recorder:
             return chosen.tolist()
         behind = start - step.start
         if self.absolute is None:
-            return slice(behind, None) if behind else slice(None)
+            return slice(behind, None) if behind else WHOLE
         here = self.absolute.within(start, step.stop)
         if here is None or not behind:
             return here
@@ -547,11 +558,11 @@ class Recorder:
         if run.part is None:
             return
         axes = self._axes_of(value, axes)
+        call = Call(number, len(run.forwards) - 1 if forward is None else forward)
         series = run.series.get(name)
         if series is None:
             series = run.series[name] = Series(axes)
-        call = Call(number, len(run.forwards) - 1 if forward is None else forward)
-        if series.axes != axes or (series.calls and series.calls[-1].forward == call.forward):
+        elif series.axes != axes or (series.calls and series.calls[-1].forward == call.forward):
             series.axes = axes
             series.spill()
         if not isinstance(value, Tensor):
@@ -595,7 +606,7 @@ class Recorder:
             return value
         if self._step is None or self.into is not None:
             value = value if self.relative is None else self.relative.apply(value, dim=axes.pos)
-        elif self.run.part != slice(None):
+        elif self.run.part is not WHOLE:
             value = value[(slice(None),) * axes.pos + (self.run.part,)]
         if not self.remove_batch_dim:
             return value
@@ -632,7 +643,8 @@ class Recorder:
             kept = kept.to(self.spec.device, non_blocking=self.spec.non_blocking)
         if self.spec.dtype is not None and kept.is_floating_point():
             kept = kept.to(self.spec.dtype)
-        is_part = kept.numel() < value.numel()  # and would keep the whole alive
+        # and would keep the whole alive
+        is_part = chosen is not value and kept.numel() < value.numel()
         if self.spec.clone is False or not (is_part or self._copies_all()):
             return kept
         if not self.spec.detach and self.spec.clone == "auto":
@@ -703,8 +715,7 @@ class Recorder:
     def recordings(self) -> list[Recording]:
         """What was kept, run by run."""
         self.arrived()
-        records = [run.recording() for run in self.runs]
-        return [replace(each, has_batch_dim=not self.remove_batch_dim) for each in records]
+        return [run.recording(has_batch_dim=not self.remove_batch_dim) for run in self.runs]
 
     def latest(self) -> Recording:
         """What was kept of the latest run; empty when there was none."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
+from threading import RLock
 from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakSet
 
@@ -51,6 +52,10 @@ aside_somewhere: list[int] = []
 editors_somewhere: "WeakSet[Component]" = WeakSet()
 strangers_somewhere: "WeakSet[Component]" = WeakSet()
 
+# Held from reading what is attached to writing down what follows from it: another thread may attach
+# something, and so may a destructor, which is run in the middle of this one.
+LOOKING = RLock()
+
 # Where torch's own methods put what they attach to a module.
 TORCHS_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -78,13 +83,10 @@ class Component(nn.Module):
     def look_again(self) -> None:
         """Work out anew whether anybody listens, which selects the slow path, and could edit."""
         own = self.__dict__
-        while True:  # until it is so: another thread may attach something in between
+        with LOOKING:
             attached = self.attached_here()
             edited = self.computes or not all(map(is_listener, attached))
-            listened = edited or bool(attached) or "stands_for_a_point" in own
-            if own.get("listened") == listened and own.get("edited", False) == edited:
-                return
-            own["listened"] = listened
+            own["listened"] = edited or bool(attached) or "stands_for_a_point" in own
             if own.get("edited", False) != edited:
                 (editors_somewhere.add if edited else editors_somewhere.discard)(self)
                 own["edited"] = edited
