@@ -69,6 +69,7 @@ class Component(nn.Module):
     """
 
     listened: bool  # whether any function is attached
+    edited = False  # whether one of them could edit a value
     computes = False  # whether it is a point with a forward of its own
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class Component(nn.Module):
             attached = self.attached_here()
             edited = self.computes or not all(map(is_listener, attached))
             own["listened"] = edited or bool(attached) or "stands_for_a_point" in own
-            if own.get("edited", False) != edited:
+            if self.edited != edited:
                 (editors_somewhere.add if edited else editors_somewhere.discard)(self)
                 own["edited"] = edited
 
@@ -115,7 +116,7 @@ class Component(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not listened to by those who listen to the original."""
         state = self.__dict__.copy()
-        state.pop("edited", None)  # a copy is not known yet
+        state.pop("edited", None)  # a copy has to enter itself
         if any(map(is_listener, self._forward_hooks.values())):
             kept = self._forward_hooks.copy()
             for number, hook in self._forward_hooks.items():
@@ -151,9 +152,10 @@ class Component(nn.Module):
 class ComponentList(Component, nn.ModuleList):
     """An nn.ModuleList whose entries tell what is attached to them."""
 
-    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
-        self.extend(modules)
+        if modules is not None:
+            self.extend(modules)
 
 
 class Weights(Attributes):

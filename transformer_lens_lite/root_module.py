@@ -452,7 +452,7 @@ class HookedRootModule(Component):
         if not (editors_somewhere or strangers_somewhere):
             return False
         return any(
-            module in editors_somewhere
+            module.edited
             if isinstance(module, Component)
             else not all(map(is_listener, attached_to(module)))
             for module in self.listened_modules()
