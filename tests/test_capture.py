@@ -4,6 +4,7 @@ Tests are named after the rows of the specification (A1 … E2).
 """
 
 import copy
+import functools
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from transformer_lens_lite import (
     capture,
 )
 from transformer_lens_lite.capture import Recorder
+from transformer_lens_lite.components.mlp import GatedMLP
 
 P, N = 5, 4  # columns of the prompts, and new tokens
 POSITIONS = pytest.mark.parametrize(
@@ -1451,8 +1453,48 @@ def test_only_copies_are_taken_where_no_module_is_of_others() -> None:
             return self.mlp(x)
 
     model = loud.build("rotary")
+
+    class Called(Own):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    class Bent(GatedMLP):
+        kept: list[Tensor] = []
+
+        def bent(self, pre: Tensor) -> Tensor:
+            self.kept.append(pre)
+            return super().bent(pre)
+
+    class Noted(GatedMLP):
+        """What it adds replaces nothing."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.note = "this"
+
+        def noted(self) -> str:
+            return self.note
+
     assert Own(model.cfg).only_copies_are_taken()
+    assert not Called(model.cfg).only_copies_are_taken()
     mlp = model.blocks[0].mlp
+    for kind, are_taken in ((Noted, True), (Bent, False)):
+        model.blocks[0].mlp = kind(model.cfg, mlp.spec)
+        model.blocks[0].mlp.load_state_dict(mlp.state_dict())
+        model.setup()
+        assert model.only_copies_are_taken() is are_taken
+    model.generate(loud.tokens(1, P), 2, stop_at_eos=False, verbose=False)
+    assert Bent.kept
+    assert not any(value.is_inference() for value in Bent.kept)
+    model.blocks[0].mlp = mlp
+    model.setup()
+    known = mlp.act_fn
+    for act_fn in (functools.partial(torch.pow, exponent=2), lambda x: x):
+        mlp.act_fn = act_fn
+        assert not model.only_copies_are_taken()
+    mlp.act_fn = torch.nn.functional.relu
+    assert model.only_copies_are_taken()
+    mlp.act_fn = known
     mlp.forward = lambda x: type(mlp).forward(mlp, x)
     assert not model.only_copies_are_taken()
     del mlp.forward

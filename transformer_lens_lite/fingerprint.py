@@ -146,8 +146,29 @@ def is_ours(thing: Any) -> bool:
 
 
 def computes_as_ours(kind: type[nn.Module]) -> bool:
-    """Whether modules of this class compute by code of this library alone."""
-    return is_ours(kind) or is_ours(getattr(kind, "forward", None))
+    """Whether modules of this class compute by code of this library alone: it is ours, or adds to a
+    class of ours without taking the place of any method."""
+    if is_ours(kind):
+        return True
+    ours = next((each for each in kind.__mro__ if is_ours(each)), nn.Module)
+    methods = {
+        name
+        for each in ours.__mro__
+        for name, value in vars(each).items()
+        if is_ours(each) and isinstance(value, FunctionType)
+    }
+    replaced = {name for name in methods if getattr(kind, name) is not getattr(ours, name)}
+    hidden = {name for name in replaced if name.startswith("__") and name != "__call__"}
+    return bool(methods) and replaced <= hidden
+
+
+def has_function_of_others(module: nn.Module) -> bool:
+    """Whether a function was assigned that stands in the place of its `forward`, or of a known
+    activation function."""
+    own = module.__dict__
+    act_fn = own.get("act_fn")
+    is_known = is_ours(act_fn) or (getattr(act_fn, "__module__", None) or "").startswith("torch.")
+    return "forward" in own or (act_fn is not None and not is_known)
 
 
 def foreign_parts(model: Any) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from transformer_lens_lite.capture import CaptureSpec, Recorder
-from transformer_lens_lite.fingerprint import computes_as_ours
+from transformer_lens_lite.fingerprint import computes_as_ours, has_function_of_others
 from transformer_lens_lite.hooks import (
     TORCHS_HOOKS,
     Attachment,
@@ -459,10 +459,10 @@ class HookedRootModule(Component):
         )
 
     def only_copies_are_taken(self) -> bool:
-        """Whether nothing that is attached, and no `forward` of others, could hand on, or compute
-        with, a value as it is."""
+        """Whether nothing that is attached, and no code of others, could hand on, or compute with,
+        a value as it is."""
         modules = list(self._parts())
-        if torch_module._has_any_global_hook() or any("forward" in vars(m) for m in modules):
+        if torch_module._has_any_global_hook() or any(map(has_function_of_others, modules)):
             return False
         if not all(computes_as_ours(kind) for kind in {type(each) for each in modules}):
             return False
