@@ -317,7 +317,7 @@ class Run:
                 record.tokens = joined(ids)
         return record
 
-    def _mask(self, columns: list[Int[Tensor, " kept"]]) -> Int[Tensor, "batch all_kept"]:
+    def _mask(self, columns: list[Int[Tensor, " _"]]) -> Int[Tensor, "batch kept"]:
         """1 where what was kept is no padding."""
         if all(each.mask is None for each in self.kept):
             return torch.ones(self.batch, sum(map(len, columns)), dtype=torch.long)
