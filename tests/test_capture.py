@@ -1421,6 +1421,22 @@ def test_caching_hooks_keep_ordinary_tensors_of_a_generation() -> None:
     (kept["blocks.1.hook_resid_post"] * torch.ones(1, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.parametrize("is_read_at_once", [True, False])
+def test_ids_and_masks_of_a_block_are_those_it_was_called_with(is_read_at_once: bool) -> None:
+    model, ids = loud.build("rotary"), loud.tokens(2, P)
+    ids, mask = ids.clone(), torch.ones_like(ids)
+    mask[1, 0] = 0
+    given = ids.clone(), mask.clone()
+    with model.capture("resid_post") as cache:
+        model(ids, attention_mask=mask)
+        if is_read_at_once:
+            assert torch.equal(cache.tokens, given[0])
+        ids.zero_()
+        mask.fill_(1)
+    assert torch.equal(cache.tokens, given[0])
+    assert torch.equal(cache.attention_mask, given[1])
+
+
 def test_only_copies_are_taken_by_recorders_that_make_copies() -> None:
     model = loud.build("rotary")
     assert model.only_copies_are_taken()

@@ -254,17 +254,14 @@ class Kept(NamedTuple):
     start: int
     part: slice | list[int]  # of the columns computed there
     n_columns: int
-    tokens: Int[Tensor, "batch pos"] | None
-    mask: Int[Tensor, "batch pos"] | None
+    tokens: Int[Tensor, "batch kept"] | None
+    mask: Int[Tensor, "batch kept"] | None
 
     @property
     def columns(self) -> Int[Tensor, " kept"]:
         """Their absolute numbers."""
-        return self.of(torch.arange(self.start, self.start + self.n_columns))
-
-    def of(self, values: Int[Tensor, "*batch pos"]) -> Int[Tensor, "*batch kept"]:
-        """What is about these, of what is about all columns computed there."""
-        return values if self.part is WHOLE else values[..., self.part]
+        every = torch.arange(self.start, self.start + self.n_columns)
+        return every if self.part is WHOLE else every[self.part]
 
 
 class Run:
@@ -312,7 +309,7 @@ class Run:
             record.attention_mask = self._mask(columns)
             if self.last is not None and self.last.attention_mask is not None:
                 record.key_mask = self.last.attention_mask.cpu()
-            ids = [each.of(each.tokens) for each in self.kept if each.tokens is not None]
+            ids = [each.tokens for each in self.kept if each.tokens is not None]
             if len(ids) == len(self.kept):
                 record.tokens = joined(ids)
         return record
@@ -325,7 +322,7 @@ class Run:
             [
                 torch.ones(self.batch, len(kept), dtype=torch.long)
                 if each.mask is None
-                else each.of(each.mask).cpu()
+                else each.mask.cpu()
                 for each, kept in zip(self.kept, columns, strict=True)
             ]
         )
@@ -500,7 +497,11 @@ class Recorder:
             mask = step.real
             if mask is None and step.attention_mask is not None:
                 mask = step.attention_mask[:, step.start :]
-            run.kept.append(Kept(step.start, part, n_columns, step.tokens, mask))
+            # on copies: they may be the caller's, who goes on with them
+            tokens, mask = (
+                None if each is None else each[:, part].clone() for each in (step.tokens, mask)
+            )
+            run.kept.append(Kept(step.start, part, n_columns, tokens, mask))
         run.forwards.append(Forward(step.step, step.phase, step.start, step.stop, first, last))
         if self.spec.incl_bwd:
             run.places.append(Place(step, part))

@@ -10,13 +10,14 @@ gradient, a 1-tuple of one, or None.
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from threading import RLock
 from typing import Any, Literal, NamedTuple, cast
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -47,14 +48,24 @@ Both = Literal["fwd", "bwd", "both"]
 set_aside: ContextVar[frozenset["LensHandle"]] = ContextVar("set_aside", default=frozenset())
 aside_somewhere: list[int] = []
 
-# Of all models: the components at which something is attached that could edit a value, and those
-# with parts that do not tell. While there are none, no model has to be searched for them.
-editors_somewhere: "WeakSet[Component]" = WeakSet()
-strangers_somewhere: "WeakSet[Component]" = WeakSet()
+# Of all models, by their ids: the components at which something is attached that could edit a
+# value, and those with parts that do not tell. While there are none, no model has to be searched.
+editors_somewhere: "WeakValueDictionary[int, Component]" = WeakValueDictionary()
+strangers_somewhere: "WeakValueDictionary[int, Component]" = WeakValueDictionary()
 
-# Held from reading what is attached to writing down what follows from it: another thread may attach
-# something, and so may a destructor, which is run in the middle of this one.
+# Held from reading what is attached to writing down what follows from it: no other thread may come
+# between. A destructor in this one may, so that it is read again.
 LOOKING = RLock()
+
+
+def _look_alone() -> None:
+    """In the child of a fork: the thread that held the lock is not there."""
+    global LOOKING
+    LOOKING = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_look_alone)
 
 # Where torch's own methods put what they attach to a module.
 TORCHS_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -69,8 +80,8 @@ class Component(nn.Module):
     """
 
     listened: bool  # whether any function is attached
-    edited = False  # whether one of them could edit a value
-    computes = False  # whether it is a point with a forward of its own
+    _edited = False  # whether one of them could edit a value
+    _computes = False  # whether it is a point with a forward of its own
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,13 +95,17 @@ class Component(nn.Module):
     def look_again(self) -> None:
         """Work out anew whether anybody listens, which selects the slow path, and could edit."""
         own = self.__dict__
+        attached = None
         with LOOKING:
-            attached = self.attached_here()
-            edited = self.computes or not all(map(is_listener, attached))
-            own["listened"] = edited or bool(attached) or "stands_for_a_point" in own
-            if self.edited != edited:
-                (editors_somewhere.add if edited else editors_somewhere.discard)(self)
-                own["edited"] = edited
+            while attached != (now := self.attached_here()):  # by a destructor in between
+                attached = now
+                edited = self._computes or not all(map(is_listener, attached))
+                own["listened"] = edited or bool(attached) or "stands_for_a_point" in own
+                if edited:  # in an order in which an interrupt leaves nobody out
+                    editors_somewhere[id(self)] = self
+                own["_edited"] = edited
+                if not edited:
+                    editors_somewhere.pop(id(self), None)
 
     def attached_here(self) -> list[Any]:
         """All functions attached here, torch's own hooks among them; at a point, handles too."""
@@ -116,7 +131,7 @@ class Component(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are not listened to by those who listen to the original."""
         state = self.__dict__.copy()
-        state.pop("edited", None)  # a copy has to enter itself
+        state.pop("_edited", None)  # a copy has to enter itself
         if any(map(is_listener, self._forward_hooks.values())):
             kept = self._forward_hooks.copy()
             for number, hook in self._forward_hooks.items():
@@ -145,8 +160,10 @@ class Component(nn.Module):
                 self.__dict__.pop(entry, None)
             self.__dict__[name] = WATCHED[name](self, value)
             self.look_again()
-        else:
-            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value)
+        if name == "__class__" and "listened" in self.__dict__:
+            self.look_again()
 
 
 class ComponentList(Component, nn.ModuleList):
@@ -156,6 +173,12 @@ class ComponentList(Component, nn.ModuleList):
         super().__init__()
         if modules is not None:
             self.extend(modules)
+
+    def __getitem__(self, index: Any) -> Any:
+        """An entry; of a slice, a plain list, which nobody has to hear."""
+        if isinstance(index, slice):
+            return nn.ModuleList(list(self)[index])
+        return super().__getitem__(index)
 
 
 class Weights(Attributes):
@@ -194,8 +217,9 @@ class Parts(Attributes):
             self.points.add(name)
         elif module is not None and name in self.points:
             module.listened = module.stands_for_a_point = True  # type: ignore[assignment]
-        if module is not None and not isinstance(module, Component):
-            strangers_somewhere.add(cast(Component, self.owner()))
+        owner = self.owner()
+        if isinstance(owner, Component) and not isinstance(module, Component | None):
+            strangers_somewhere[id(owner)] = owner
 
 
 WATCHED: dict[str, Callable[[Component, Any], Any]] = {
@@ -442,7 +466,7 @@ class HookPoint(Component):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if cls.forward is not HookPoint.forward:
-            cls.computes = True
+            cls._computes = True
             cls.__call__ = cls.__dict__.get("__call__", HookPoint._visit)  # type: ignore[method-assign]
 
     def __init__(
@@ -479,12 +503,11 @@ class HookPoint(Component):
             self.__dict__[name] = value
             self.look_again()
             return
-        if name == "forward" and not self.computes:
+        if name == "forward" and not self._computes:
             kind = type(self)
             is_plain = kind is HookPoint  # whose copies and pickles should find their class
             own = {"forward": lambda self, x: x}  # the attribute goes before it
             self.__class__ = ComputingHookPoint if is_plain else type(kind.__name__, (kind,), own)
-            self.look_again()
         super().__setattr__(name, value)
 
     def attached_here(self) -> list[Any]:
@@ -497,7 +520,7 @@ class HookPoint(Component):
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self.computes or self.has_torchs_hooks:
+        if self._computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
         aside = set_aside.get() if aside_somewhere else ()
         for handle in tuple(self.fwd_hooks):

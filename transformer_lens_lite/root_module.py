@@ -111,8 +111,9 @@ class HookedRootModule(Component):
             selects nothing, with the nearest names.
         """
         chosen = dict.fromkeys(self._resolve(names_filter))
-        if isinstance(names_filter, str | None):
-            return list(chosen)  # they are in order
+        is_glob = isinstance(names_filter, str) and any(c in names_filter for c in "*?[")
+        if names_filter is None or is_glob or len(chosen) == 1:
+            return list(chosen)  # in order
         return [name for name in self.hook_dict if name in chosen]
 
     def _resolve(self, names_filter: NamesFilter) -> list[str]:
@@ -452,7 +453,7 @@ class HookedRootModule(Component):
         if not (editors_somewhere or strangers_somewhere):
             return False
         return any(
-            module.edited
+            module._edited
             if isinstance(module, Component)
             else not all(map(is_listener, attached_to(module)))
             for module in self.listened_modules()
@@ -468,7 +469,7 @@ class HookedRootModule(Component):
             return False
         for module in filter(may_be_listened, modules):
             is_point = isinstance(module, HookPoint)
-            if module.computes if is_point else getattr(module, "stands_for_a_point", False):
+            if module._computes if is_point else getattr(module, "stands_for_a_point", False):
                 return False
             for each in attached_to(module):
                 hook = getattr(each, "user_hook", each)
