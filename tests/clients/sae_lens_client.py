@@ -162,7 +162,8 @@ def main() -> None:
     reference = transformer_lens_lite.HookedTransformer.from_pretrained_no_processing(
         "tiny-lens", device="cpu"
     )
-    torch.testing.assert_close(reference("When Mary and John went to the store"), logits)
+    plain = reference("When Mary and John went to the store")
+    torch.testing.assert_close(plain, logits, atol=1e-4, rtol=1e-4)
     print("sae-lens works")
 
 
