@@ -166,9 +166,12 @@ def has_function_of_others(module: nn.Module) -> bool:
     """Whether a function was assigned that stands in the place of its `forward`, or of a known
     activation function."""
     own = module.__dict__
+    if "forward" in own:
+        return True
     act_fn = own.get("act_fn")
-    is_known = is_ours(act_fn) or (getattr(act_fn, "__module__", None) or "").startswith("torch.")
-    return "forward" in own or (act_fn is not None and not is_known)
+    if act_fn is None or is_ours(act_fn):
+        return False
+    return not (getattr(act_fn, "__module__", None) or "").startswith("torch.")
 
 
 def foreign_parts(model: Any) -> list[str]:

@@ -79,9 +79,8 @@ class Component(nn.Module):
     straight to `forward` unless somebody's functions are attached.
     """
 
-    listened: bool  # whether any function is attached
+    listened: bool  # whether any function is attached, or wants every value anyway
     _edited = False  # whether one of them could edit a value
-    _computes = False  # whether it is a point with a forward of its own
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class Component(nn.Module):
         with LOOKING:
             while attached != (now := self.attached_here()):  # by a destructor in between
                 attached = now
-                edited = self._computes or not all(map(is_listener, attached))
+                edited = self._could_edit(attached)
                 own["listened"] = edited or bool(attached) or "stands_for_a_point" in own
                 if edited:  # in an order in which an interrupt leaves nobody out
                     editors_somewhere[id(self)] = self
@@ -109,9 +108,10 @@ class Component(nn.Module):
 
     def attached_here(self) -> list[Any]:
         """All functions attached here, torch's own hooks among them; at a point, handles too."""
-        if not self.has_torchs_hooks:
-            return []
-        return [function for name in TORCHS_HOOKS for function in getattr(self, name).values()]
+        return torchs_hooks(self) if self.has_torchs_hooks else []
+
+    def _could_edit(self, attached: list[Any]) -> bool:
+        return not all(map(is_listener, attached))
 
     @property
     def has_torchs_hooks(self) -> bool:
@@ -164,6 +164,11 @@ class Component(nn.Module):
         super().__setattr__(name, value)
         if name == "__class__" and "listened" in self.__dict__:
             self.look_again()
+
+
+def torchs_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """What torch's own methods have attached to a module."""
+    return [function for name in TORCHS_HOOKS for function in getattr(module, name).values()]
 
 
 class ComponentList(Component, nn.ModuleList):
@@ -460,13 +465,14 @@ class HookPoint(Component):
 
     name: str | None
     stands_for_a_point = True
+    computes = False  # whether a subclass, or an attribute, has a forward of its own
     fwd_hooks: list[LensHandle]  # lists that tell: what is put in or taken out is heard of
     bwd_hooks: list[LensHandle]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if cls.forward is not HookPoint.forward:
-            cls._computes = True
+            cls.computes = True
             cls.__call__ = cls.__dict__.get("__call__", HookPoint._visit)  # type: ignore[method-assign]
 
     def __init__(
@@ -503,7 +509,7 @@ class HookPoint(Component):
             self.__dict__[name] = value
             self.look_again()
             return
-        if name == "forward" and not self._computes:
+        if name == "forward" and not self.computes:
             kind = type(self)
             is_plain = kind is HookPoint  # whose copies and pickles should find their class
             own = {"forward": lambda self, x: x}  # the attribute goes before it
@@ -512,7 +518,10 @@ class HookPoint(Component):
 
     def attached_here(self) -> list[Any]:
         handles = self.fwd_hooks + self.bwd_hooks
-        return handles + super().attached_here() if self.has_torchs_hooks else handles
+        return handles + torchs_hooks(self) if self.has_torchs_hooks else handles
+
+    def _could_edit(self, attached: list[Any]) -> bool:
+        return self.computes or super()._could_edit(attached)
 
     def forward(self, x: Tensor) -> Tensor:
         """The identity; reached only through hooks registered with torch's own methods. A subclass
@@ -520,7 +529,7 @@ class HookPoint(Component):
         return x
 
     def _visit(self, x: Tensor) -> Tensor:
-        if self._computes or self.has_torchs_hooks:
+        if self.computes or self.has_torchs_hooks:
             x = Component.__call__(self, x)
         aside = set_aside.get() if aside_somewhere else ()
         for handle in tuple(self.fwd_hooks):

@@ -98,7 +98,7 @@ class PatchEngine:
         self.reuses_nothing = (
             model.edits_are_live()
             or model._is_replaced("forward")
-            or any(getattr(b.hook_resid_pre, "_computes", True) for b in model.blocks)
+            or any(getattr(b.hook_resid_pre, "computes", True) for b in model.blocks)
         )
         streams = [f"blocks.{layer}.hook_resid_pre" for layer in range(self.n_layers)]
         inside = [name for name in wanted if self.model.stage(name) < self.n_layers]

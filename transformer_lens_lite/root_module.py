@@ -21,7 +21,6 @@ from torch.nn.modules import module as torch_module
 from transformer_lens_lite.capture import CaptureSpec, Recorder
 from transformer_lens_lite.fingerprint import computes_as_ours, has_function_of_others
 from transformer_lens_lite.hooks import (
-    TORCHS_HOOKS,
     Attachment,
     Both,
     Component,
@@ -36,6 +35,7 @@ from transformer_lens_lite.hooks import (
     editors_somewhere,
     set_aside,
     strangers_somewhere,
+    torchs_hooks,
 )
 from transformer_lens_lite.nearest import closest, names_the_nearest, refuse_unknown
 from transformer_lens_lite.steps import Pos, When
@@ -111,8 +111,7 @@ class HookedRootModule(Component):
             selects nothing, with the nearest names.
         """
         chosen = dict.fromkeys(self._resolve(names_filter))
-        is_glob = isinstance(names_filter, str) and any(c in names_filter for c in "*?[")
-        if names_filter is None or is_glob or len(chosen) == 1:
+        if names_filter is None or is_glob(names_filter) or len(chosen) == 1:
             return list(chosen)  # in order
         return [name for name in self.hook_dict if name in chosen]
 
@@ -122,10 +121,9 @@ class HookedRootModule(Component):
         if isinstance(names_filter, str):
             if names_filter in self.hook_dict:
                 return [names_filter]
-            if any(c in names_filter for c in "*?["):
-                return self._blanket_of(
-                    names_like(names_filter, tuple(self.hook_dict)), repr(names_filter)
-                )
+            if is_glob(names_filter):
+                matching = names_like(names_filter, tuple(self.hook_dict))
+                return self._blanket_of(matching, repr(names_filter))
             if meant := self.names_meant_by(names_filter):
                 return meant
             ending = [name for name in self.hook_dict if name.endswith(f".{names_filter}")]
@@ -469,7 +467,7 @@ class HookedRootModule(Component):
             return False
         for module in filter(may_be_listened, modules):
             is_point = isinstance(module, HookPoint)
-            if module._computes if is_point else getattr(module, "stands_for_a_point", False):
+            if module.computes if is_point else getattr(module, "stands_for_a_point", False):
                 return False
             for each in attached_to(module):
                 hook = getattr(each, "user_hook", each)
@@ -613,6 +611,11 @@ class HookedRootModule(Component):
         return recorder.first().values
 
 
+def is_glob(given: Any) -> bool:
+    """Whether it is a pattern of names."""
+    return isinstance(given, str) and any(character in given for character in "*?[")
+
+
 @lru_cache(16)
 def names_like(glob: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the names that a glob matches."""
@@ -629,7 +632,7 @@ def attached_to(module: nn.Module) -> list[Any]:
     """All functions attached to one module, torch's own hooks among them; at a point, handles."""
     if isinstance(module, Component):
         return module.attached_here()
-    return [function for name in TORCHS_HOOKS for function in getattr(module, name).values()]
+    return torchs_hooks(module)
 
 
 def checked_pairs(pairs: Any, direction: Direction) -> Any:

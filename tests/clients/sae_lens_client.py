@@ -162,8 +162,8 @@ def main() -> None:
     reference = transformer_lens_lite.HookedTransformer.from_pretrained_no_processing(
         "tiny-lens", device="cpu"
     )
-    plain = reference("When Mary and John went to the store")
-    torch.testing.assert_close(plain, logits, atol=1e-4, rtol=1e-4)
+    same, _ = reference.run_with_cache("When Mary and John went to the store")
+    torch.testing.assert_close(same, logits)
     print("sae-lens works")
 
 
